@@ -1,7 +1,7 @@
 """A cache of parts of files on a disk, of bounded size, which several processes share.
 
-A block is a file of the directory: its bytes, and then their CRC-32. It gets its name, which says
-of what it is, by one ``rename``, so a process that is killed leaves no wrong block. One that is
+A block is a file of the directory: a CRC-32, and the bytes that it is of. It gets its name, which
+says of what it is, by one ``rename``, so a process that is killed leaves no wrong block. One that is
 torn by a power cut is not taken. The file ``lock`` has the number of bytes in use. Who adds a block
 holds its ``flock``, and deletes the blocks that were used longest ago where there is no room.
 """
@@ -112,12 +112,12 @@ class BlockCache:
             now = time.monotonic()
             if name not in self._touched:
                 data = os.pread(descriptor, self.block + _SUM + 1, 0)
-                if zlib.crc32(data[:-_SUM]) != int.from_bytes(data[-_SUM:], "little"):
+                if zlib.crc32(data[_SUM:]) != int.from_bytes(data[:_SUM], "little"):
                     return None
             if now - self._touched.get(name, -_TOUCH_SECONDS) >= _TOUCH_SECONDS:
                 os.utime(descriptor)
                 self._touched[name] = now
-            data = os.pread(descriptor, size, begin)
+            data = os.pread(descriptor, size, _SUM + begin)
         except OSError:
             return None
         finally:
@@ -130,8 +130,8 @@ class BlockCache:
             with self._reserved(len(data) + _SUM) as (unfinished, descriptor):
                 if unfinished is None:
                     return
-                os.pwrite(descriptor, data, 0)
-                os.pwrite(descriptor, zlib.crc32(data).to_bytes(_SUM, "little"), len(data))
+                os.pwrite(descriptor, zlib.crc32(data).to_bytes(_SUM, "little"), 0)
+                os.pwrite(descriptor, data, _SUM)
                 self._publish(unfinished, name)
                 self._touched[name] = time.monotonic()
         except OSError as error:

@@ -390,6 +390,7 @@ class _File:
 
     def at_hand(self, size: int, begin: int) -> bytes | None:
         """As `pread`, if it is in one part, which is in the cache; else None."""
+        size = min(size, self.size - begin)
         number, first = divmod(begin, self.part)
         if self.cache is None or first + size > self.part:
             return None
