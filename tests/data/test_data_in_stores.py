@@ -16,7 +16,7 @@ import stored_sources
 import tensorflow as tf
 
 pytest.importorskip("fsspec")
-from faulty_store import FaultyStore, upload
+from counted_store import CountedStore, upload
 from object_stores import s3_server
 
 from ctl.base import remote, stores
@@ -39,11 +39,11 @@ def root(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def store(root, monkeypatch):
     """The same files in a store, whose clients wait only shortly before they try again."""
-    FaultyStore.reset()
+    CountedStore.reset()
     upload(root, "data")
     monkeypatch.setattr(stores, "_FIRST_PAUSE", 0.001)
-    yield FaultyStore
-    FaultyStore.reset()
+    yield CountedStore
+    CountedStore.reset()
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def source(at: Any, kind: str) -> Any:
 
 
 def in_store(kind: str, cache: str | None = None) -> Any:
-    return source(StorePath("faulty://data", cache), kind)
+    return source(StorePath("counted://data", cache), kind)
 
 
 def batches(stream: Streaming, start: int) -> list[Any]:
@@ -156,7 +156,7 @@ def test_files_of_users_are_those_of_a_disk(root, tmp_path, cache):
     paths = ["folder", "0.tar", "a.txt", "days", "click.txt.gz", "a.tfrecord", "parts"]
     for path in [*paths, *(name for name in tables() if "/" not in name)]:
         found = []
-        for at in (StorePath(f"faulty://files/{path}", cache), disk / path):
+        for at in (StorePath(f"counted://files/{path}", cache), disk / path):
             files = Files(at)
             splits = files.splits()
             options = {"global_batch_size": 4, "seed": 1}
@@ -175,7 +175,7 @@ def test_text_is_that_of_a_disk(tmp_path):
         (tmp_path / f"{name}.txt").write_text(f"text {name}\n" * 200)
     upload(tmp_path, "text")
     found = [
-        text.files(path, 16, global_batch_size=4)[0].arrays for path in ("faulty://text", tmp_path)
+        text.files(path, 16, global_batch_size=4)[0].arrays for path in ("counted://text", tmp_path)
     ]
     check_equal(found[:1], found[1:])
 
@@ -184,7 +184,7 @@ def test_datasets_of_tfds_in_memory(root, cache):
     """Only their metadata are copied to the disk."""
     options: dict[str, Any] = {"split": "train", "global_batch_size": 8}
     for kind in ("tfrecord", "array_record"):
-        place = StorePath(f"faulty://data/{kind}", cache)
+        place = StorePath(f"counted://data/{kind}", cache)
         found = load("ctl_tiny_color", data_dir=place, **options)
         wanted = load("ctl_tiny_color", data_dir=root / kind, **options)
         check_equal([found.arrays], [wanted.arrays])
@@ -194,12 +194,12 @@ def test_datasets_of_tfds_in_memory(root, cache):
 def test_a_cache_that_is_smaller_than_the_data(store, tmp_path):
     """Holds its bound and a part of the data: an epoch asks for the rest."""
     cache = f"{tmp_path / 'cache'}:1MiB"
-    files = StorePath("faulty://large", cache)
+    files = StorePath("counted://large", cache)
     draw = np.random.default_rng(0)
     with tf.io.TFRecordWriter(str(tmp_path / "a.tfrecord")) as writer:
         for _ in range(400):
             writer.write(draw.bytes(10_000))
-    FaultyStore().pipe_file("/large/a.tfrecord", (tmp_path / "a.tfrecord").read_bytes())
+    CountedStore().pipe_file("/large/a.tfrecord", (tmp_path / "a.tfrecord").read_bytes())
     stored, local = TFRecords(files / "a.tfrecord"), TFRecords(tmp_path / "a.tfrecord")
     per_epoch = []
     for _ in range(3):
@@ -249,7 +249,7 @@ def test_a_store_that_does_not_come_back(store):
     store.fault = fault
     with pytest.raises(
         UsageError,
-        match="^cannot read faulty://data/folder/class0/00.png: Connection reset by peer; ",
+        match="^cannot read counted://data/folder/class0/00.png: Connection reset by peer; ",
     ):
         stored.read(np.arange(1))
     assert store.requests.count("cat_file") == stores._TRIES
@@ -279,17 +279,17 @@ def test_a_file_that_changes_is_noticed(store, kind):
     """Of the same size, within 16 requests."""
     stored = in_store(kind)
     for path in [*store.store]:
-        FaultyStore().pipe_file(path, store.store[path].getvalue())
-    with pytest.raises(UsageError, match="^faulty://.* has changed in the store since this run b"):
+        CountedStore().pipe_file(path, store.store[path].getvalue())
+    with pytest.raises(UsageError, match="^counted://.* has changed in the store since this run b"):
         for _ in range(20):
             stored.read(np.arange(3))
 
 
 @pytest.mark.parametrize("change", ["same size", "longer", "shorter", "gone"])
 def test_of_a_larger_file_nothing_is_kept_that_is_not_of_it(cache, change):
-    files = FaultyStore()
+    files = CountedStore()
     files.pipe_file("/large", bytes(2 << 20))
-    file = remote.opened(StorePath("faulty://large", cache))
+    file = remote.opened(StorePath("counted://large", cache))
     assert file.pread(10, 0) == bytes(10)
     for read in (file.pread, file.at_hand):  # as of a disk, the end is the end
         assert file.pread(100, file.size - 8) == read(100, file.size - 8) == bytes(8)
@@ -305,10 +305,10 @@ def test_of_a_larger_file_nothing_is_kept_that_is_not_of_it(cache, change):
 
 
 def test_what_is_missing(cache):
-    with pytest.raises(UsageError, match="^faulty://none is missing: give another path"):
-        Files("faulty://none")
-    with pytest.raises(UsageError, match="^faulty://data has no dataset 'mnist': prepare it"):
-        load("mnist", data_dir="faulty://data", global_batch_size=8)
+    with pytest.raises(UsageError, match="^counted://none is missing: give another path"):
+        Files("counted://none")
+    with pytest.raises(UsageError, match="^counted://data has no dataset 'mnist': prepare it"):
+        load("mnist", data_dir="counted://data", global_batch_size=8)
     with pytest.raises(UsageError, match="^nosuch://a: .*nosuch"):
         Files("nosuch://a")
     with pytest.raises(UsageError, match="of a format that is read from a disk only: give a --da"):

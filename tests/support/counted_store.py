@@ -1,4 +1,4 @@
-"""A store in memory, ``faulty://``, that counts its requests, is slow, and fails when told to."""
+"""A store in memory, ``counted://``, that counts its requests, is slow, and fails when told to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
 
-class FaultyStore(MemoryFileSystem):
+class CountedStore(MemoryFileSystem):
     """All objects share the files and the faults.
 
     Attributes:
@@ -21,7 +21,7 @@ class FaultyStore(MemoryFileSystem):
         delay: seconds of each request.
     """
 
-    protocol = "faulty"
+    protocol = "counted"
     store: dict[str, Any] = {}
     pseudo_dirs = [""]
     cachable = False
@@ -47,10 +47,10 @@ class FaultyStore(MemoryFileSystem):
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
-        return super()._strip_protocol(path.removeprefix("faulty://"))
+        return super()._strip_protocol(path.removeprefix("counted://"))
 
     def _request(self, method: str, *arguments: Any, **options: Any) -> Any:
-        kind = FaultyStore
+        kind = CountedStore
         with kind._lock:
             kind.requests.append(method)
             number = len(kind.requests)
@@ -75,13 +75,13 @@ class FaultyStore(MemoryFileSystem):
         return self._request("ls", path, detail)
 
 
-fsspec.register_implementation("faulty", FaultyStore, clobber=True)
+fsspec.register_implementation("counted", CountedStore, clobber=True)
 
 
 def upload(root: Path, name: str) -> None:
     """Puts all files below ``root`` in the store, below ``name``."""
-    files = FaultyStore()
+    files = CountedStore()
     for path in root.rglob("*"):
         if path.is_file():
             files.pipe_file(f"/{name}/{path.relative_to(root)}", path.read_bytes())
-    FaultyStore.forget()
+    CountedStore.forget()
