@@ -1,9 +1,9 @@
 """A cache of parts of files on a disk, of bounded size, which several processes share.
 
 A block is a file of the directory: a CRC-32, and the bytes that it is of. It gets its name, which
-says of what it is, by one ``rename``, so a process that is killed leaves no wrong block. One that is
-torn by a power cut is not taken. The file ``lock`` has the number of bytes in use. Who adds a block
-holds its ``flock``, and deletes the blocks that were used longest ago where there is no room.
+says of what it is, by one ``rename``, so a process that is killed leaves no wrong block. One that
+is torn by a power cut is not taken. The file ``lock`` has the number of bytes in use. Who adds a
+block holds its ``flock``, and deletes the blocks that were used longest ago if there is no room.
 """
 
 from __future__ import annotations

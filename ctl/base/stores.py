@@ -47,12 +47,10 @@ _VERSIONS = (
     *("updated", "created"),
 )
 
-# Weights are drawn from the state of `random`: what a run asks of a store must not change them.
-_RANDOM = random.SystemRandom()
-
 _TRIES = 6
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0  # seconds
 _SECONDS = 60.0  # of one request
+_jitter = random.Random()  # not the generator of Python, from which Keras draws initial weights
 
 # What another try cannot mend, by the number of the error. The others of the system may pass.
 _LASTING = (
@@ -341,7 +339,7 @@ def _about(info: dict[str, Any]) -> About:
 def _pauses() -> Iterator[float | None]:
     """Seconds before each next try; None after the last."""
     for number in range(_TRIES - 1):
-        yield _RANDOM.uniform(0, min(_FIRST_PAUSE * 2**number, _LONGEST_PAUSE))
+        yield _jitter.uniform(0, min(_FIRST_PAUSE * 2**number, _LONGEST_PAUSE))
     yield None
 
 
