@@ -22,14 +22,25 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from secrets import token_hex
 from typing import IO, Any, TextIO
 
 from absl import flags
 
-from ctl.distributed.cluster import elastic, secret
+from ctl.distributed.cluster import board, elastic, secret
 from ctl.distributed.cluster.guard import Guard
-from ctl.errors import CheckpointError, DivergedError, PeerError, Preempted, UsageError
+from ctl.distributed.cluster.machines import (
+    FINAL,
+    NOT_LOST,
+    SILENT_SECONDS,
+    Machines,
+    View,
+    next_plan,
+    verdict,
+    worst,
+)
+from ctl.errors import PeerError, Preempted, UsageError
 from ctl.flags.parsing import group, run_command
 
 FLAGS = flags.FLAGS
@@ -46,6 +57,11 @@ last step that was finished. Later, the job is stopped, saved and restarted with
 
   python -m ctl.launch --workers=2..4 -- python -m ctl.train --strategy=multi_worker --model_dir=DIR
 
+On several machines, each runs a launcher for its worker, and they find each other in a directory
+that all see, or at a port of the first machine. CTL_JOB_SECRET must be the same on all.
+
+  python -m ctl.launch --workers=2..4 --rendezvous=/shared/run/rendezvous -- python -m ctl.train …
+
 With --ps=M, it also starts a coordinator and M parameter servers. A worker that fails is then
 restarted alone, while the others go on.
 
@@ -56,17 +72,12 @@ each process computes with its part of the cores (TF_NUM_INTRAOP_THREADS, unless
 with the first code that is not 0.
 """
 
-# Not restarted: a wrong flag, a loss that is NaN, a stop by the user.
-_FINAL = (UsageError.exit_code, DivergedError.exit_code, Preempted.exit_code)
-
-# Not for want of a worker: it has lost another, cannot write, or was stopped.
-_NOT_LOST = (0, PeerError.exit_code, CheckpointError.exit_code, Preempted.exit_code)
-
-# Seconds that a worker of an elastic job has to say that it has lost another, too. Until then they
-# are in the same collective. One that is frozen does not.
-_SILENT_SECONDS = 10.0
+# Not restarted, nor after a stop by the user.
+_FINAL = (*FINAL, Preempted.exit_code)
 
 _RESTARTS_OF_ELASTIC = 3
+
+_QUIET_SECONDS = 10.0  # between lines that say for whom a machine waits
 
 _LONGEST_BACKOFF, _LAST_LINES_SECONDS = 30.0, 5.0  # a grandchild may keep a pipe open
 
@@ -118,16 +129,46 @@ def run() -> None:
             "arrived, before they are killed.",
             lower_bound=0,
         )
+    with group("Several machines"):
+        _define_rendezvous()
     FLAGS.set_gnu_getopt(False)  # the command may follow without --
     run_command(_main, _USAGE, takes_command=True, output_is_log=True)
+
+
+def _define_rendezvous() -> None:
+    flags.DEFINE_string(
+        "rendezvous",
+        None,
+        "Where the launchers of several machines find each other, each of which starts one "
+        "worker: a directory that all machines see, or HOST:PORT of the machine that is there "
+        "all the time.",
+    )
+    flags.DEFINE_string(
+        "address",
+        None,
+        "HOST or HOST:PORT by which the other machines of --rendezvous reach the worker of "
+        "this one. By default, the address that --rendezvous is reached from, or the name of "
+        "this machine, with a port that is free.",
+    )
+    flags.DEFINE_float(
+        "last_call",
+        30.0,
+        "Seconds that the first machines of --rendezvous wait for more than LEAST.",
+        lower_bound=0,
+    )
+    flags.DEFINE_float(
+        "join_timeout",
+        600.0,
+        "Seconds that fewer machines of --rendezvous than LEAST wait for others.",
+        lower_bound=0,
+    )
 
 
 def _main(command: Sequence[str]) -> None:
     if not command:
         raise UsageError("nothing to start: end with -- COMMAND, e.g. -- python -m ctl.train …")
     workers = _count(FLAGS.workers)
-    if FLAGS["join_every"].present and not isinstance(workers, tuple):
-        raise UsageError("--join_every has no effect without --workers=LEAST..MOST")
+    _check_that_flags_have_an_effect(isinstance(workers, tuple))
     code = launch(
         command,
         workers=workers,
@@ -136,9 +177,21 @@ def _main(command: Sequence[str]) -> None:
         backoff=FLAGS.backoff,
         grace=FLAGS.grace,
         join_every=FLAGS.join_every,
+        rendezvous=FLAGS.rendezvous,
+        address=FLAGS.address,
+        last_call=FLAGS.last_call,
+        join_timeout=FLAGS.join_timeout,
     )
     if code:
         raise SystemExit(code)
+
+
+def _check_that_flags_have_an_effect(elastic_job: bool) -> None:
+    for name in ("address", "last_call", "join_timeout"):
+        if FLAGS[name].present and not FLAGS.rendezvous:
+            raise UsageError(f"--{name} has no effect without --rendezvous")
+    if FLAGS["join_every"].present and not elastic_job:
+        raise UsageError("--join_every has no effect without --workers=LEAST..MOST")
 
 
 def _count(text: str) -> int | tuple[int, int]:
@@ -161,6 +214,10 @@ def launch(
     backoff: float = 1.0,
     grace: float = 30.0,
     join_every: float = 300.0,
+    rendezvous: str | None = None,
+    address: str | None = None,
+    last_call: float = 30.0,
+    join_timeout: float = 600.0,
 ) -> int:
     """Runs the job to its end. Arguments as for the command, see ``--help``; main thread only.
     ``workers`` of an elastic job are the least and the most.
@@ -169,7 +226,9 @@ def launch(
         0, or the exit code of the first failed process of the last attempt (128 + signal number).
 
     Raises:
-        UsageError: the command cannot be started, or an elastic job has parameter servers.
+        UsageError: the command cannot be started, an elastic job has parameter servers, or
+            ``rendezvous`` is given without a secret of the job or to a job that is not elastic.
+        PeerError: too few machines have come to ``rendezvous`` in time.
     """
     if isinstance(workers, tuple):
         if ps:
@@ -177,7 +236,12 @@ def launch(
                 "a job with --ps restarts lost workers alone: give --workers=N, not LEAST..MOST"
             )
         restarts = _RESTARTS_OF_ELASTIC if max_restarts is None else max_restarts
-        return _launch_elastic(command, *workers, restarts, backoff, grace, join_every)
+        bounds = _Bounds(*workers, restarts, backoff, grace, join_every, last_call, join_timeout)
+        if rendezvous:
+            return _launch_on_machines(command, bounds, rendezvous, address)
+        return _launch_elastic(command, bounds)
+    if rendezvous:
+        raise UsageError("--rendezvous needs --workers=LEAST..MOST; N..N is a fixed number")
     max_restarts = max_restarts or 0
     with Guard() as guard, _forwarded_signals() as received:
         for attempt in range(max_restarts + 1):
@@ -193,24 +257,32 @@ def launch(
     raise AssertionError("unreachable")
 
 
-def _launch_elastic(
-    command: Sequence[str],
-    least: int,
-    most: int,
-    max_restarts: int,
-    backoff: float,
-    grace: float,
-    join_every: float,
-) -> int:
+@dataclasses.dataclass(frozen=True)
+class _Bounds:
+    """Of an elastic job; the names are those of the flags."""
+
+    least: int
+    most: int
+    max_restarts: int
+    backoff: float
+    grace: float
+    join_every: float
+    last_call: float
+    join_timeout: float
+
+
+def _launch_elastic(command: Sequence[str], bounds: _Bounds) -> int:
     """Runs an elastic job to its end, in attempts without the slots whose workers were lost.
     Returns as `launch` does."""
+    most, join_every = bounds.most, bounds.join_every
     away: set[int] = set()  # of ``most`` slots; ranks are in their order
     failures = 0
     with Guard() as guard, _forwarded_signals() as received:
         while True:
             there, began = sorted({*range(most)} - away), time.monotonic()
-            job = _ElasticJob(command, cluster(len(there)), guard, backoff)
-            code = job.wait(received, grace, began + join_every if away else math.inf)
+            job = _ElasticJob(command, cluster(len(there)), guard, bounds.backoff)
+            job.join_at = began + join_every if away else math.inf
+            code = job.wait(received, bounds.grace)
             if job.joins and code in (0, Preempted.exit_code) and not received:
                 _say(f"goes on with {most} workers: slots {_listed(away)} are tried again")
                 away.clear()
@@ -222,23 +294,170 @@ def _launch_elastic(
             left = most - len(away)
             how = ", ".join(f"worker {rank} {how}" for rank, how in lost.items())
             apart = code == PeerError.exit_code and job.trained()  # as after a fault of the network
-            if left >= least and (lost or apart):
+            if left >= bounds.least and (lost or apart):
                 without = f" without slots {_listed(away)}, for {join_every:g} s" if away else ""
                 s = "s" * (left > 1)
                 _say(f"{how or 'none is lost'}: goes on with {left} worker{s}{without}")
                 continue
             if time.monotonic() - began >= join_every:
                 failures = 0
-            if failures == max_restarts:
+            if failures == bounds.max_restarts:
                 return code
-            pause = _pause_before(failures, backoff)
+            pause = _pause_before(failures, bounds.backoff)
             failures += 1
-            few = f"{how}: {left} remain, at least {least} are needed: " if lost else ""
-            _say(f"{few}restart {failures} of {max_restarts} in {pause:g} s")
+            few = f"{how}: {left} remain, at least {bounds.least} are needed: " if lost else ""
+            _say(f"{few}restart {failures} of {bounds.max_restarts} in {pause:g} s")
             away.clear()
             _wait_until(lambda: received, pause)
             if received:
                 return code
+
+
+def _launch_on_machines(
+    command: Sequence[str], bounds: _Bounds, rendezvous: str, address: str | None
+) -> int:
+    """Runs the worker of this machine in each plan of the launchers. Returns as `launch` does."""
+    if not os.environ.get(secret.VARIABLE):
+        raise UsageError(
+            f"--rendezvous needs {secret.VARIABLE}, the same on all machines: choose one with "
+            "openssl rand -hex 16"
+        )
+    place, host, port = _place(rendezvous, address)
+    name = f"{socket.gethostname()[:60]}-{token_hex(4)}"
+    machines = Machines(place, board.Machine(name, _own_address(host, port)))
+    with Guard() as guard, _forwarded_signals() as received, machines:
+        waiting = _Waiting(machines, bounds, rendezvous)
+        while isinstance(plan := waiting.for_plan(received), board.Plan):
+            rank = plan.members.index(name)
+            _say(f"{plan.why}: worker {rank} of {len(plan.members)} starts here")
+            job = _JobOnMachine(command, plan, rank, guard, machines, bounds)
+            code = job.wait(received, bounds.grace)
+            if lost := job.lost():
+                how = ", ".join(lost.values())
+                _say(f"worker {rank} {how}: this machine is away for {bounds.join_every:g} s")
+            machines.say(
+                state=board.LEFT if received else board.AWAY if lost else board.WAITS,
+                code=code,
+                trained=job.trained(),
+                address=_own_address(host, port),
+            )
+            waiting.begin(away=bool(lost))
+        if received:
+            machines.say(state=board.LEFT)
+        return plan
+
+
+def _place(
+    rendezvous: str, address: str | None
+) -> tuple[board.DirectoryBoard | board.ServedBoard, str, int]:
+    """Returns the board, and host and port of ``--address``; port 0 is any that is free."""
+    host, _, port = (address or "").rpartition(":")
+    if not port.isdecimal():
+        host, port = address or "", "0"
+    if "/" in rendezvous:
+        return board.DirectoryBoard(Path(rendezvous)), host or socket.gethostname(), int(port)
+    if not board.ADDRESS.fullmatch(rendezvous):
+        raise UsageError(
+            f"--rendezvous={rendezvous} is neither a directory, with a /, nor HOST:PORT"
+        )
+    served = board.ServedBoard(rendezvous)
+    return served, host or served.reached_from(), int(port)
+
+
+def _own_address(host: str, port: int) -> str:
+    if not port:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+    return f"{host}:{port}"
+
+
+class _Waiting:
+    """Waits for the plans of an elastic job on several machines, and makes them."""
+
+    def __init__(self, machines: Machines, bounds: _Bounds, rendezvous: str):
+        self._machines, self._bounds, self._rendezvous = machines, bounds, rendezvous
+        self._worst = PeerError.exit_code
+        self._started = math.inf
+        self.begin(away=False)
+
+    def begin(self, away: bool) -> None:
+        """A worker of this machine has ended; with ``away`` it was lost."""
+        self._since = self._said = now = time.monotonic()
+        self._lasted = now - self._started >= self._bounds.join_every
+        self._away_until = now + self._bounds.join_every * away
+
+    def for_plan(self, received: list[int]) -> board.Plan | int:
+        """Returns the next plan that this machine is in, after the others know that it follows; or
+        the exit code of the job, also after a signal."""
+        machines = self._machines
+        while not received:
+            view, mine = machines.view, machines.mine
+            if mine.state == board.AWAY and time.monotonic() >= self._away_until:
+                machines.say(state=board.WAITS)
+            if machines.concerned:
+                if view.plan.number > mine.plan:
+                    if view.plan.failures > self._bounds.max_restarts:
+                        return self._worst
+                    if mine.name in view.plan.members:
+                        return self._follow(view.plan)
+                if (code := verdict(view)) is not None:
+                    return code
+                ended = [machine.code for machine in view.of_plan() if machine.code >= 0]
+                self._worst = worst(ended) if ended else self._worst
+            if machines.knows_who_is_there and view.is_over():
+                self._make_plan(view)
+                self._check_that_some_come(view)
+            if machines.silence > self._bounds.join_timeout:
+                if mine.code == 0:
+                    return 0
+                raise PeerError(
+                    f"--rendezvous={self._rendezvous} has not answered for "
+                    f"{self._bounds.join_timeout:g} s (--join_timeout): {machines.trouble}"
+                )
+            time.sleep(0.05)
+        code = machines.mine.code
+        return code if code > 0 else Preempted.exit_code
+
+    def _follow(self, plan: board.Plan) -> board.Plan:
+        follows = {"plan": plan.number, "state": board.RUNS, "code": -1}
+        self._machines.say(**follows, trained=False, broken=False, joins=False)
+        self._started = time.monotonic()
+        return plan
+
+    def _make_plan(self, view: View) -> None:
+        """Makes the next plan if that is up to this machine, and enough others are there."""
+        order = view.order()
+        if not order or order[0].name != self._machines.mine.name:
+            return
+        bounds, waited = self._bounds, time.monotonic() - self._since
+        plan = next_plan(
+            view,
+            bounds.least,
+            bounds.most,
+            waited=waited,
+            last_call=bounds.last_call,
+            lasted=self._lasted,
+        )
+        counts = plan and plan.failures > view.plan.failures
+        if plan and not (counts and waited < _pause_before(view.plan.failures, bounds.backoff)):
+            self._machines.propose(plan)
+
+    def _check_that_some_come(self, view: View) -> None:
+        """Says for whom this machine waits. Raises `PeerError` when it has waited for too long."""
+        here, waited = [machine.name for machine in view.order()], time.monotonic() - self._since
+        if len(here) >= self._bounds.least:
+            return
+        few = f"{len(here)} of at least {self._bounds.least} machines came: {', '.join(here)}"
+        if waited >= self._bounds.join_timeout:
+            raise PeerError(
+                f"{few}; start the launchers of others within --join_timeout="
+                f"{self._bounds.join_timeout:g} s, with the same --rendezvous and {secret.VARIABLE}"
+            )
+        if time.monotonic() - self._said >= _QUIET_SECONDS:
+            self._said = time.monotonic()
+            trouble = f" ({self._machines.trouble})" if self._machines.trouble else ""
+            _say(f"waits for more, {waited:.0f} s now: {few}{trouble}")
 
 
 def _listed(numbers: Iterable[int]) -> str:
@@ -295,10 +514,15 @@ def threads_of(processes: int) -> str:
 
 
 class _Job:
-    """One attempt to run all processes."""
+    """One attempt to run all processes, or ``only`` the worker of this index."""
 
     def __init__(
-        self, command: Sequence[str], addresses: dict[str, list[str]], guard: Guard, backoff: float
+        self,
+        command: Sequence[str],
+        addresses: dict[str, list[str]],
+        guard: Guard,
+        backoff: float,
+        only: int | None = None,
     ):
         self._command = command
         self._guard = guard
@@ -312,6 +536,7 @@ class _Job:
             )
             for kind, group in addresses.items()
             for index in range(len(group))
+            if only in (None, index)
         ]
         self._environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
         if len(self._tasks) > 1:  # a single worker may have peers on other machines
@@ -447,11 +672,13 @@ class _ElasticJob(_Job):
     """One attempt to run an elastic job.
 
     Attributes:
-        joins: whether it was asked to stop so that other workers can join.
+        join_at: a time of `time.monotonic` when it is asked to stop so that other workers can join.
+        joins: whether it was.
     """
 
     def __init__(self, *arguments: Any):
-        self.joins = False
+        self.join_at, self.joins = math.inf, False
+        self._others_lost_one = False  # workers that other launchers have started
         self._killed: set[str] = set()
         super().__init__(*arguments)
 
@@ -463,15 +690,16 @@ class _ElasticJob(_Job):
         finally:
             os.close(pipe)
 
-    def wait(self, received: list[int], grace: float, join_at: float = math.inf) -> int:
+    def wait(self, received: list[int], grace: float) -> int:
         """Waits for all. When one is lost, the others have ``grace`` seconds to save; so they have
-        after a signal, and at ``join_at``, a time of `time.monotonic`. Returns the code."""
+        after a signal, and when others join. Returns the code."""
         since, asked, at_once = math.inf, False, False
         while left := [task for task in self._tasks if task.poll() is None]:
             now = time.monotonic()
-            if not asked and (received or (now >= join_at and math.isinf(since))):
+            others = self._who_joins() if math.isinf(since) else ""
+            if not asked and (received or others):
                 asked, self.joins = True, not received
-                why = "a slot is tried again" if self.joins else signal.Signals(received[0]).name
+                why = others if self.joins else signal.Signals(received[0]).name
                 _say(f"{why}: the workers are asked to save and end")
                 self._signal(signal.SIGTERM if self.joins else received[0])
                 since = min(since, now)
@@ -487,11 +715,12 @@ class _ElasticJob(_Job):
                     self._kill(task)
             time.sleep(0.05)
         self.end(0.0)
-        codes = [task.poll() or 0 for task in self._tasks]
-        # That of a worker that was lost; else of one that was stopped or cannot write.
-        lost_none = (0, PeerError.exit_code)
-        code = max(codes, key=lambda code: (code not in _NOT_LOST, code not in lost_none, code))
+        code = worst(task.poll() or 0 for task in self._tasks)
         return 128 - code if code < 0 else code
+
+    def _who_joins(self) -> str:
+        """Why the workers should stop; "" if they need not."""
+        return "a slot is tried again" if time.monotonic() >= self.join_at else ""
 
     def _loss(self) -> str:
         """What shows that a worker is lost; "" if nothing does."""
@@ -507,20 +736,20 @@ class _ElasticJob(_Job):
         """Seconds that a worker has after the first sign of a loss."""
         task.listen()
         silent = elastic.LOST not in task.told and not self._failed()
-        return min(grace, _SILENT_SECONDS) if silent else grace
+        return min(grace, SILENT_SECONDS) if silent else grace
 
     def _failed(self) -> dict[int, str]:
         """How workers have ended by themselves, but not because another was lost; by rank."""
         return {
             rank: _how(code)
             for rank, task in enumerate(self._tasks)
-            if task.name not in self._killed and (code := task.poll() or 0) not in _NOT_LOST
+            if task.name not in self._killed and (code := task.poll() or 0) not in NOT_LOST
         }
 
     def lost(self) -> dict[int, str]:
         """How workers were lost, by rank, after `wait`: those that failed, else those that were
         silent while others had lost one."""
-        told = any(elastic.LOST in task.told for task in self._tasks)
+        told = self._others_lost_one or any(elastic.LOST in task.told for task in self._tasks)
         silent = {
             rank: "is frozen"
             for rank, task in enumerate(self._tasks)
@@ -539,6 +768,51 @@ class _ElasticJob(_Job):
                 task.listen()
                 os.close(task.pipe)
                 task.pipe = -1
+
+
+class _JobOnMachine(_ElasticJob):
+    """The worker ``rank`` of a ``plan``: that of this machine, in an attempt on several."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        plan: board.Plan,
+        rank: int,
+        guard: Guard,
+        machines: Machines,
+        bounds: _Bounds,
+    ):
+        self._plan, self._machines = plan, machines
+        self._may_join = rank == 0 and len(plan.members) < bounds.most
+        self._without_this = False
+        super().__init__(command, {"worker": [*plan.workers]}, guard, bounds.backoff, rank)
+        self.join_at = time.monotonic() + bounds.join_every
+
+    def _who_joins(self) -> str:
+        if not self._may_join or time.monotonic() < self.join_at:
+            return ""
+        newcomers = self._machines.view.newcomers()
+        if newcomers:
+            self._machines.say(joins=True)
+        return f"{', '.join(newcomers)} can join" if newcomers else ""
+
+    def _loss(self) -> str:
+        own = super()._loss()
+        machines, plan = self._machines, self._plan
+        machines.say(broken=elastic.LOST in self._tasks[0].told, trained=self.trained())
+        view = machines.view
+        if view.plan.number > plan.number:
+            self._without_this = True
+            return own or "the other machines have gone on without this one"
+        for machine in view.of_plan():
+            ended = machine.state != board.RUNS and machine.code not in (0, Preempted.exit_code)
+            if machine.name != machines.mine.name and (machine.broken or ended):
+                self._others_lost_one = True
+                return own or f"{machine.name} has lost a worker"
+        return own
+
+    def _patience(self, task: _Task, grace: float) -> float:
+        return 0.0 if self._without_this else super()._patience(task, grace)
 
 
 @contextlib.contextmanager

@@ -150,7 +150,14 @@ def test_the_wheel_has_the_sources_the_pages_the_data_and_nothing_else(wheel):
     assert len(data) == 8  # six of the data set, its licence and its checksums
     clusters = {
         f"ctl/distributed/cluster/examples/{name}"
-        for name in ("slurm.sh", "kubernetes_job.yaml", "tfjob.yaml", "Dockerfile")
+        for name in (
+            "slurm.sh",
+            "slurm_elastic.sh",
+            "kubernetes_job.yaml",
+            "kubernetes_elastic.yaml",
+            "tfjob.yaml",
+            "Dockerfile",
+        )
     }
     pages = {str(path.relative_to(ROOT)) for path in (ROOT / "ctl").rglob("*.md")}
     assert {"ctl/README.md", "ctl/examples/from_keras_fit.md", "ctl/data/README.md"} <= pages

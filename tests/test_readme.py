@@ -116,6 +116,8 @@ def test_the_flags_of_every_command_parse(parse, run, tmp_path):
     files = {"wine.csv": tmp_path / "wine.csv", "/tmp/ctl-clicks/train.txt": tmp_path / "train.txt"}
     for file in files.values():
         file.touch()
+    (tmp_path / "tfds" / "mnist").mkdir(parents=True)
+    files |= {"s3://bucket/photos": f"file://{tmp_path}", "gs://bucket": f"file://{tmp_path}"}
     assert {command[0] for command in commands()} >= {"ctl.train", "ctl.evaluate", "ctl.schedule"}
     for module, *arguments in commands():
         if "--help" in arguments or (module == "ctl.inspect" and not arguments):

@@ -6,17 +6,14 @@ import json
 import os
 import re
 import shlex
-import signal
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from paths import ROOT
 from runs import records
-from waiting import wait_until
 
 from ctl import launch
 
@@ -134,44 +131,6 @@ def test_nobody_waits_for_the_export_of_the_chief(zygote, tmp_path):
     (tmp_path / "go").touch()
     assert chief.wait() == 0
     assert sorted(p.name for p in (run / "export").iterdir()) == ["model.keras", "saved_model"]
-
-
-def test_two_launchers_lose_a_worker_and_no_step(tmp_path):
-    """As on two machines: the worker that remains saves, and waits until the other is back. No
-    checkpoint was due."""
-    addresses = ",".join(launch.cluster(2)["worker"])
-    length = ["--train_steps=8000", "--log_every=20", "--checkpoint_every=100000"]
-    train = [sys.executable, "-m", TRAIN, "--strategy=multi_worker", f"--workers={addresses}"]
-    train += [f"--model_dir={tmp_path / 'run'}", *SHORT, *length, "--evaluate_every=8000"]
-    launchers = []
-    for index in range(2):
-        launcher = [sys.executable, "-m", "ctl.launch", "--workers=1..1", "--backoff=0.1", "--"]
-        with open(tmp_path / f"said-{index}", "w") as said:
-            launchers.append(
-                subprocess.Popen(
-                    [*launcher, *train, f"--worker_index={index}"],
-                    env={**os.environ, "CTL_JOB_SECRET": "sesame"},
-                    stdout=said,
-                    stderr=said,
-                    cwd=ROOT,
-                )
-            )
-    try:
-        chief, other = (tmp_path / "said-0", tmp_path / "said-1")
-        wait_until(lambda: re.search(r"\] step +200/", chief.read_text()), timeout=300)
-        children = Path(f"/proc/{launchers[0].pid}/task/{launchers[0].pid}/children")
-        for pid in map(int, children.read_text().split()):
-            if b"ctl.train" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:4]:
-                os.kill(pid, signal.SIGKILL)
-        assert [process.wait(300) for process in launchers] == [0, 0], other.read_text()[-3000:]
-    finally:
-        for process in launchers:
-            process.kill()  # whose guard kills its worker
-            process.wait()
-    (step,) = re.findall(r"saved step (\d+), for the workers that remain", other.read_text())
-    assert f"resuming at step {step} " in chief.read_text() and int(step) >= 200
-    assert "none is lost: goes on with 1 worker\n" in other.read_text()
-    assert "worker 0 died of SIGKILL: 0 remain, at least 1" in chief.read_text()
 
 
 def test_a_full_disk_on_the_chief(zygote, tmp_path):

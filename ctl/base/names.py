@@ -8,14 +8,15 @@ from __future__ import annotations
 import collections
 import contextlib
 import difflib
-import gzip
 import os
 import re
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ctl.base.remote import located, opened, scandir
+from ctl.base.stores import is_url
 from ctl.errors import UsageError
 
 MODELS = ("convnet", "dense", "dlrm", "resnet20", "tiny_transformer")
@@ -204,11 +205,11 @@ def paths_by_name(text: str) -> dict[str, str]:
 
 def is_path(dataset: str) -> bool:
     """Whether ``--dataset`` is a file or a folder of the user's, by its form: it begins with ``.``,
-    ``/`` or ``~``, or ends as `TABLES`, `TARS` or lines of clicks do."""
+    ``/`` or ``~``, is a URL, or ends as `TABLES`, `TARS` or lines of clicks do."""
     if is_function_name(dataset):
         return False
     known = suffix(dataset) in (*TABLES, TARS) or is_click_text(dataset)
-    return dataset.startswith((".", "/", "~")) or known
+    return dataset.startswith((".", "/", "~")) or is_url(dataset) or known
 
 
 def suffix(path: str) -> str:
@@ -237,7 +238,7 @@ def click_files(dataset: str) -> list[str]:
     if not is_path(dataset):
         return []
     try:
-        entries = [*os.scandir(dataset)] if os.path.isdir(dataset) else []
+        entries = _entries(dataset)
         files = sorted(entry.path for entry in entries if entry.is_file()) or [dataset]
         if days := [file for file in files if click_day(file) is not None]:
             return sorted(days, key=click_day)  # type: ignore[arg-type]
@@ -254,6 +255,12 @@ def click_files(dataset: str) -> list[str]:
         return []
 
 
+def _entries(dataset: str) -> list[Any]:
+    """What is in a folder; nothing of a file."""
+    path = located(dataset)
+    return [*scandir(path)] if path.is_dir() else []
+
+
 # A number and a category of a `tf.train.Example` of click data: the length of the key and the key.
 _CLICK_KEYS = rb"\n[\x02\x03]I\d\d?\x12", rb"\n[\x02\x03]C\d\d?\x12"
 _OTHER_CLICK_KEYS = rb"\n[\r\x0e]int-feature-\d\d?\x12", rb"\n\x16categorical-feature-\d\d\x12"
@@ -261,11 +268,10 @@ _OTHER_CLICK_KEYS = rb"\n[\r\x0e]int-feature-\d\d?\x12", rb"\n\x16categorical-fe
 
 def _has_clicks(path: str) -> bool:
     """Whether the first record of a TFRecord file is one of click data."""
-    with open(path, "rb") as file:
-        begin = file.read(1 << 12)
+    begin = opened(located(path)).pread(1 << 12, 0)
     if begin.startswith(b"\x1f\x8b"):
-        with contextlib.suppress(EOFError, zlib.error), gzip.open(path) as unzipped:
-            begin = unzipped.read(1 << 12)
+        with contextlib.suppress(zlib.error):
+            begin = zlib.decompressobj(wbits=31).decompress(begin, 1 << 12)
     return any(all(re.search(k, begin) for k in keys) for keys in (_CLICK_KEYS, _OTHER_CLICK_KEYS))
 
 
@@ -275,7 +281,7 @@ def has_table(dataset: str) -> bool:
     if not is_path(dataset) or click_files(dataset):
         return False
     try:
-        entries = [*os.scandir(dataset)] if os.path.isdir(dataset) else []
+        entries = _entries(dataset)
     except OSError:  # reading it will say why
         return False
     tables = [entry.name for entry in entries if suffix(entry.name) in TABLES and entry.is_file()]

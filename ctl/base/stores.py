@@ -26,8 +26,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ctl.base import durable
 from ctl.errors import CheckpointError, UsageError
@@ -44,6 +45,12 @@ _EXTRAS |= {"abfs": "azure", "abfss": "azure", "az": "azure"}
 _PART = 8 << 20  # bytes of a request; what an upload or a thread of a download holds in memory
 _MOST_PARTS = 9_000  # S3 takes 10,000
 _DOWNLOADS = 4  # threads
+
+# What stores call what changes with an object. The last ones are times.
+_VERSIONS = (
+    *("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified"),
+    *("updated", "created"),
+)
 
 _TRIES = 6
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0  # seconds
@@ -124,6 +131,20 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     return Store(url.rstrip("/"), filesystem, root.rstrip("/"))
 
 
+class About(NamedTuple):
+    """What a store says of an object or a folder.
+
+    Attributes:
+        size: bytes, 0 of a folder.
+        version: changes with the object, as far as the store tells.
+        is_folder: whether it is a name before others.
+    """
+
+    size: int
+    version: str
+    is_folder: bool
+
+
 class Store:
     """What is below one URL. Names are relative to it, with slashes. Threads may share it.
 
@@ -179,6 +200,27 @@ class Store:
             return found["size"]
 
         return self._call(f"find {self._url(name)}", info)
+
+    def about(self, name: str = "") -> About:
+        """What the store says of an object or a folder. Raises `FileNotFoundError`."""
+
+        def info() -> About:
+            self._fs.invalidate_cache()
+            return _about(self._fs.info(self._place(name)))
+
+        return self._call(f"find {self._url(name)}", info)
+
+    def entries(self, name: str = "") -> dict[str, About]:
+        """The names of what is in the folder ``name``. Raises `FileNotFoundError`."""
+        place = self._place(name)
+
+        def ls() -> dict[str, About]:
+            self._fs.invalidate_cache()
+            found = {i["name"].rstrip("/"): i for i in self._fs.ls(place, detail=True)}
+            found.pop(place, None)  # some stores have an empty object for each folder
+            return {path.rpartition("/")[2]: _about(info) for path, info in found.items()}
+
+        return self._call(f"list {self._url(name)}", ls)
 
     def exists(self, name: str) -> bool:
         """Whether there is an object ``name``."""
@@ -302,6 +344,18 @@ class Store:
                     raise StoreError(f"cannot {doing}: {_reason(error)}", lasting) from error
                 time.sleep(pause)
         raise AssertionError("the last pause is None")
+
+
+def _about(info: dict[str, Any]) -> About:
+    """The parts of what fsspec says."""
+    if info["type"] == "directory":
+        return About(0, "", True)
+    version = next((info[name] for name in _VERSIONS if info.get(name)), "")
+    if isinstance(version, datetime):  # where a list has a number
+        version = version.timestamp()
+    if isinstance(version, float):
+        version = f"{version:.3f}"
+    return About(int(info["size"] or 0), str(version), False)
 
 
 def _pauses() -> Iterator[float | None]:

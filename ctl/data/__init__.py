@@ -1,5 +1,6 @@
 """Datasets: examples, their order, and where they are kept. See `ctl.data.dataset`."""
 
+from ctl.base.remote import StorePath
 from ctl.data import text
 from ctl.data.adapters import PyDatasetBatches, as_dataset
 from ctl.data.augment import Augmented
@@ -22,6 +23,7 @@ __all__ = [
     "Mixture",
     "PyDatasetBatches",
     "Splits",
+    "StorePath",
     "StreamedMixture",
     "Streaming",
     "Tokenizer",

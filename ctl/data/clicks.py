@@ -16,10 +16,8 @@ from __future__ import annotations
 import copy
 import gzip
 import itertools
-import os
 import zlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -28,6 +26,7 @@ import tensorflow as tf
 from ctl.base.names import CLICK_CATEGORIES as CATEGORIES
 from ctl.base.names import CLICK_NUMBERS as NUMBERS
 from ctl.base.names import suffix
+from ctl.base.remote import AnyPath, PathLike, read_spans, unzipped
 from ctl.data import index
 from ctl.data.dataset import DatasetInfo
 from ctl.data.records import BadRecord, Lines, Records, TFRecords
@@ -77,7 +76,7 @@ class Clicks(Records):
 
     _rows: np.ndarray | None = None  # of all; None for all
 
-    def __init__(self, paths: Sequence[str | os.PathLike], *, name: str = "clicks"):
+    def __init__(self, paths: Sequence[PathLike], *, name: str = "clicks"):
         super().__init__(paths, name=name)
         self.info = info(name)
 
@@ -119,12 +118,15 @@ class ClickLines(Clicks, Lines):
         edges = [0, *(np.flatnonzero(jumps) + 1).tolist(), len(order)]
         firsts = order[edges[:-1]]
         places = files[firsts].tolist(), lines[firsts].tolist(), np.diff(edges).tolist()
-        texts = []
-        for first, file, line, count in zip(firsts.tolist(), *places, strict=True):
+        spans = []
+        for file, line, count in zip(*places, strict=True):
             begin, end = self.span(file, line, count)
-            opened = self.opened(file)  # while it has a name, no other thread closes it
-            text = os.pread(opened.fileno(), end - begin, begin)
-            if len(text) < end - begin:
+            spans.append((self.opened(file), end - begin, begin))
+        texts = []
+        for first, (_, size, _), text in zip(
+            firsts.tolist(), spans, read_spans(spans), strict=True
+        ):
+            if len(text) < size:
                 self._bad(int(indices[first]), "the file has become shorter")
             texts.append(text if text.endswith(b"\n") else text + b"\n")
         try:
@@ -186,7 +188,7 @@ def info(name: str) -> DatasetInfo:
     return DatasetInfo(name, num_outputs=1)
 
 
-def source(paths: Sequence[Path], name: str) -> Clicks | Arrays:
+def source(paths: Sequence[AnyPath], name: str) -> Clicks | Arrays:
     """The examples of ``paths``, one after the other. Text that is compressed is read into memory.
 
     Raises:
@@ -201,7 +203,7 @@ def source(paths: Sequence[Path], name: str) -> Clicks | Arrays:
     return found
 
 
-def _whole(paths: Sequence[Path], name: str) -> Examples:
+def _whole(paths: Sequence[AnyPath], name: str) -> Examples:
     """All examples of files of text, of which some are compressed."""
     parts = [part for path in paths for part in _parts(path)]
     if not parts:
@@ -210,10 +212,10 @@ def _whole(paths: Sequence[Path], name: str) -> Examples:
     return {"dense": dense, "ids": ids}, labels
 
 
-def _parts(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    opener: Any = gzip.open if path.name.endswith(".gz") else open
+def _parts(path: AnyPath) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     first = 1
-    with index.readable(path), opener(path, "rb") as file:
+    with index.readable(path), path.open("rb") as raw:
+        file = unzipped(raw, path.name)
         try:
             while lines := [*itertools.islice(file, _LINES_AT_ONCE)]:
                 filled = [row for row, line in enumerate(lines) if not line.isspace()]

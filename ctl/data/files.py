@@ -26,6 +26,7 @@ from ctl.base.names import (
     has_table,
     suffix,
 )
+from ctl.base.remote import AnyPath, PathLike, inside, located, map_of
 from ctl.data import clicks, image_files, image_tars, index, tables
 from ctl.data.dataset import DatasetInfo
 from ctl.data.image_tars import ImageTars
@@ -62,7 +63,7 @@ class Files:
 
     def __init__(
         self,
-        path: str | Path,
+        path: PathLike,
         *,
         image_shape: tuple[int, int, int] | None = None,
         features: Sequence[str] | None = None,
@@ -74,7 +75,7 @@ class Files:
         """Reads tables, and looks for images.
 
         Args:
-            path: of the file or the folder.
+            path: of the file or the folder; also a URL, see `ctl.base.remote.StorePath`.
             image_shape: [H, W, C] to resize images to; by default that of all images, or 64x64 if
                 they differ in size.
             features: columns of a table, see `ctl.data.tables.choose`.
@@ -87,7 +88,7 @@ class Files:
         Raises:
             UsageError: the data are missing, damaged or not suitable.
         """
-        path = index.local(path)
+        path = located(path)
         known = _checked(schema or {})
         self.schema: dict[str, Any] = {"path": str(path), "examples": {}}
         self._columns: list[list[str]] = []
@@ -309,24 +310,30 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def _part(parts: Mapping[str, Any], path: Path) -> Any:
+def _part(parts: Mapping[str, Any], path: AnyPath) -> Any:
     """The training part."""
     if "train" not in parts:
         raise UsageError(f"{path} has {' and '.join(parts)}, but no train")
     return parts["train"]
 
 
-def _clicks(path: Path) -> dict[str, list[Path]]:
+def _text(path: AnyPath) -> str:
+    """``path`` in a form in which it is one, see `ctl.base.names.is_path`."""
+    return os.path.abspath(path) if isinstance(path, Path) else str(path)
+
+
+def _clicks(path: AnyPath) -> dict[str, list[AnyPath]]:
     """The files of click data by their part; none of other data."""
-    files = [*map(Path, click_files(os.path.abspath(path)))]
+    found = click_files(_text(path))
     if not path.is_dir():
-        return {"train": files} if files else {}
+        return {"train": [path]} if found else {}
+    files = [path / os.path.basename(file) for file in found]
     if len(files) > 1 and click_day(files[0].name) is not None:
         return {"train": files[:-1], "test": files[-1:]}
     return _by_part(path, files, "click data")
 
 
-def _tables(path: Path, record_schema: str | None) -> dict[str, Table]:
+def _tables(path: AnyPath, record_schema: str | None) -> dict[str, Table]:
     """The tables of a file, or of the files of a folder, by their part; none of other folders."""
     types = parse_record_schema(record_schema) if record_schema else None
     with index.readable(path):
@@ -335,9 +342,9 @@ def _tables(path: Path, record_schema: str | None) -> dict[str, Table]:
             if suffix(path.name) not in TABLES:
                 return {}
             return tables.read(path, types)
-        if not has_table(os.path.abspath(path)):
+        if not has_table(_text(path)):
             return {}
-        files = [p for p in sorted(path.iterdir()) if suffix(p.name) in TABLES and p.is_file()]
+        files = [p for p in inside(path) if suffix(p.name) in TABLES and p.is_file()]
     found = {
         part: [tables.read(file, types)["train"] for file in of_part]
         for part, of_part in _by_part(path, files, "tables").items()
@@ -345,9 +352,9 @@ def _tables(path: Path, record_schema: str | None) -> dict[str, Table]:
     return {part: tables.joined(path.name, of_part) for part, of_part in found.items()}
 
 
-def _by_part(path: Path, files: Sequence[Path], kind: str) -> dict[str, list[Path]]:
+def _by_part(path: AnyPath, files: Sequence[AnyPath], kind: str) -> dict[str, list[AnyPath]]:
     """The ``files`` of a folder by their part, which their names begin with."""
-    found: dict[str, list[Path]] = {}
+    found: dict[str, list[AnyPath]] = {}
     for file in files:
         part = PARTS.get(re.split(r"[-_.]", file.name.lower())[0])  # of train-00000-of-00002.csv
         if part is None:
@@ -359,7 +366,7 @@ def _by_part(path: Path, files: Sequence[Path], kind: str) -> dict[str, list[Pat
     return found
 
 
-def _images(path: Path) -> dict[str, Path | image_tars.Index]:
+def _images(path: AnyPath) -> dict[str, AnyPath | image_tars.Index]:
     """The folders of classes, or what is in the tar files, by their part."""
     with index.readable(path):
         if path.is_file():
@@ -369,7 +376,7 @@ def _images(path: Path) -> dict[str, Path | image_tars.Index]:
                     f"{', '.join((*TABLES, TARS, CLICKS))}"
                 )
             return {"train": image_tars.index_of([path])}
-        files = [p for p in sorted(path.iterdir()) if suffix(p.name) == TARS and p.is_file()]
+        files = [p for p in inside(path) if suffix(p.name) == TARS and p.is_file()]
     if not files:
         return {**_folders(path)}
     parts = _by_part(path, files, "tar files")
@@ -378,16 +385,16 @@ def _images(path: Path) -> dict[str, Path | image_tars.Index]:
 
 def _source(
     name: str,
-    images: Path | image_tars.Index,
+    images: AnyPath | image_tars.Index,
     shape: tuple[int, int, int],
     classes: Sequence[str],
 ) -> EncodedImages:
-    if isinstance(images, Path):
+    if not isinstance(images, image_tars.Index):
         return ImageFolder(images, shape, classes or None)
     return ImageTars(name, images, shape, classes or None)
 
 
-def _folders(path: Path) -> dict[str, Path]:
+def _folders(path: AnyPath) -> dict[str, AnyPath]:
     """The folders that hold those of the classes, by their part."""
     with index.readable(path):
         names, _ = image_files.classes(path)
@@ -399,7 +406,7 @@ def _folders(path: Path) -> dict[str, Path]:
     return found
 
 
-def _image_shape(path: Path, images: Path | image_tars.Index) -> tuple[int, int, int]:
+def _image_shape(path: AnyPath, images: AnyPath | image_tars.Index) -> tuple[int, int, int]:
     """The shape of the images; if they differ in size, one that is chosen."""
     shapes = set()
     for data in _samples(images):
@@ -422,14 +429,15 @@ def _image_shape(path: Path, images: Path | image_tars.Index) -> tuple[int, int,
     return (*_SIZE, channels)
 
 
-def _samples(images: Path | image_tars.Index) -> Iterator[bytes]:
+def _samples(images: AnyPath | image_tars.Index) -> Iterator[bytes]:
     """Some images of some classes."""
-    if isinstance(images, Path):
+    if not isinstance(images, image_tars.Index):
         with index.readable(images):
             for name in sorted(image_files.classes(images)[0])[:_LOOKED_AT]:
                 files, _ = image_files.images(images / name)
-                for file in files[:: max(1, len(files) // _LOOKED_AT)][:_LOOKED_AT]:
-                    yield (images / name / file).read_bytes()
+                chosen = files[:: max(1, len(files) // _LOOKED_AT)][:_LOOKED_AT]
+                paths = [images / name / file for file in chosen]
+                yield from map_of(images)(lambda path: path.read_bytes(), paths)
     else:
         count = len(images.names)
         for row in range(0, count, max(1, count // _LOOKED_AT**2)):

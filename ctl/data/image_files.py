@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tensorflow as tf
 
 from ctl.base.names import IMAGES
+from ctl.base.remote import AnyPath, scandir
 
 # What this TensorFlow decodes.
 ENDS = tuple(end for end in IMAGES if end != ".webp" or hasattr(tf.raw_ops, "DecodeWebP"))
@@ -18,21 +19,21 @@ ENDS = tuple(end for end in IMAGES if end != ".webp" or hasattr(tf.raw_ops, "Dec
 _NAMED = 3  # of what is left out
 
 
-def images(folder: Path) -> tuple[list[str], list[str]]:
+def images(folder: AnyPath) -> tuple[list[str], list[str]]:
     """The names of the images of ``folder`` in order, and of all else there. What is hidden, its
     name beginning with a dot, is no image: macOS writes a ``._1.png`` beside ``1.png``."""
     found: list[str] = []
     others: list[str] = []
-    for entry in os.scandir(folder):
+    for entry in scandir(folder):
         is_image = entry.name.lower().endswith(ENDS) and not entry.name.startswith(".")
         (found if is_image and not entry.is_dir() else others).append(_shown(entry))
     return sorted(found), sorted(others)
 
 
-def classes(folder: Path) -> tuple[set[str], list[str]]:
+def classes(folder: AnyPath) -> tuple[set[str], list[str]]:
     """The names of the folders of ``folder`` that are not hidden, and of all else there."""
     found, others = set(), []
-    for entry in os.scandir(folder):
+    for entry in scandir(folder):
         if entry.is_dir() and not entry.name.startswith("."):
             found.add(entry.name)
         else:
@@ -40,7 +41,7 @@ def classes(folder: Path) -> tuple[set[str], list[str]]:
     return found, sorted(others)
 
 
-def _shown(entry: os.DirEntry) -> str:
+def _shown(entry: Any) -> str:
     return f"{entry.name}/" if entry.is_dir() else entry.name
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import tarfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from absl import logging
 
+from ctl.base.remote import AnyPath, map_of, opened
 from ctl.data import image_files, index
 from ctl.data.sources import EncodedImages
 from ctl.errors import UsageError
@@ -26,7 +26,7 @@ _END = bytes(tarfile.BLOCKSIZE)
 class Index(NamedTuple):
     """Where the images of some tar files are."""
 
-    paths: list[Path]
+    paths: list[AnyPath]
     names: np.ndarray
     """Bytes [N]: the tar file and the image in it."""
     places: np.ndarray
@@ -37,11 +37,10 @@ class Index(NamedTuple):
     def encoded(self, row: int) -> bytes:
         """The bytes of one image."""
         number, begin, length = self.places[row].tolist()
-        with open(self.paths[number], "rb") as file:
-            return os.pread(file.fileno(), length, begin)
+        return opened(self.paths[number]).pread(length, begin)
 
 
-def index_of(paths: Sequence[Path]) -> Index:
+def index_of(paths: Sequence[AnyPath]) -> Index:
     """Reads where the images are, and their classes.
 
     Raises:
@@ -69,14 +68,18 @@ def index_of(paths: Sequence[Path]) -> Index:
     return Index([*paths], np.array(names), np.array(places, np.int64), classes)
 
 
-def _contents(path: Path) -> tuple[dict[str, tarfile.TarInfo], dict[str, str], list[str]]:
+def _contents(path: AnyPath) -> tuple[dict[str, tarfile.TarInfo], dict[str, str], list[str]]:
     """Returns the images of a file and their classes, by what WebDataset calls the key, and the
     names of other files."""
     images: dict[str, tarfile.TarInfo] = {}
     classes: dict[str, str] = {}
     others: list[str] = []
     try:
-        with tarfile.open(path, "r:") as tar, open(path, "rb") as file:
+        with (
+            path.open("rb") as archive,
+            tarfile.open(fileobj=archive, mode="r:") as tar,
+            path.open("rb") as file,
+        ):
             for member in tar:
                 if not member.isreg() or member.sparse is not None:
                     continue
@@ -96,7 +99,8 @@ def _contents(path: Path) -> tuple[dict[str, tarfile.TarInfo], dict[str, str], l
                 else:
                     others.append(name)
             # Where it finds no more files, Python does not say why.
-            if os.pread(file.fileno(), tarfile.BLOCKSIZE, tar.offset) != _END:
+            file.seek(tar.offset)
+            if file.read(tarfile.BLOCKSIZE) != _END:
                 raise UsageError(f"{path} is damaged or cut short: copy it again")
     except (tarfile.TarError, UnicodeDecodeError, EOFError) as error:
         raise UsageError(
@@ -133,6 +137,7 @@ class ImageTars(EncodedImages):
         logging.info("%s: images: %s", name, image_files.per_class(classes, counts))
         super().__init__(name, found.names, labels, image_shape, classes)
         self._places, self._files = found.places, index.opener(found.paths)
+        self._map = map_of(found.paths[0])
 
     def part(self, rows: np.ndarray) -> EncodedImages:
         """See `EncodedImages`."""
@@ -148,5 +153,4 @@ class ImageTars(EncodedImages):
     def encoded(self, index: int) -> bytes:
         """See `EncodedImages`."""
         number, begin, length = self._places[index].tolist()
-        file = self._files(number)  # is closed when nobody holds it, which other threads decide
-        return os.pread(file.fileno(), length, begin)
+        return self._files(number).pread(length, begin)

@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import numpy as np
 from absl import logging
 
 from ctl.base import cache, durable
+from ctl.base.remote import AnyPath, PathLike, StorePath, opened
 from ctl.errors import UsageError
 
 # An index that was made sooner is not kept, and shows no progress bar.
@@ -31,20 +33,11 @@ _SHOW_SECONDS, _KEEP_SECONDS = 2.0, 1.0
 _MAGIC = "ctl index 1"
 
 _OPEN_FILES = 256
-
-
-def local(path: str | os.PathLike[str]) -> Path:
-    """``path``, with ``~`` as the home directory. Raises `UsageError` for one of remote storage."""
-    if not isinstance(path, str | os.PathLike):
-        raise UsageError(f"{path!r:.100} is no path: give a str or a pathlib.Path")
-    text = os.fspath(path)
-    if "://" in text:
-        raise UsageError(f"{text}: mount it, or copy the files; data need a POSIX file system")
-    return Path(text).expanduser()
+_WALKS = 4  # files of a store that are read at once
 
 
 @contextlib.contextmanager
-def readable(path: str | os.PathLike[str]) -> Iterator[None]:
+def readable(path: PathLike) -> Iterator[None]:
     """Turns an `OSError` inside into a `UsageError` that names the file; ``path`` if it does not
     say which."""
     try:
@@ -57,16 +50,17 @@ def readable(path: str | os.PathLike[str]) -> Iterator[None]:
         raise UsageError(f"{error.filename or path} cannot be read: {what}") from error
 
 
-def opener(paths: Sequence[Path]) -> Callable[[int], Any]:
-    """Returns a function that opens a file of ``paths`` by its number, and keeps 256 of them open.
+def opener(paths: Sequence[AnyPath]) -> Callable[[int], Any]:
+    """Returns a function that opens a file of ``paths`` by its number, see
+    `ctl.base.remote.opened`, and keeps 256 of them open.
 
     A file that it lets go is closed when the last thread has read from it.
     """
-    return functools.lru_cache(_OPEN_FILES)(lambda number: open(paths[number], "rb"))  # noqa: SIM115
+    return functools.lru_cache(_OPEN_FILES)(lambda number: opened(paths[number]))
 
 
 def offsets(
-    paths: Sequence[Path], walk: Callable[[Path], Iterator[np.ndarray]], kind: str
+    paths: Sequence[AnyPath], walk: Callable[[AnyPath], Iterator[np.ndarray]], kind: str
 ) -> list[np.ndarray]:
     """Returns where the records of each file begin, and where the last one ends.
 
@@ -90,20 +84,27 @@ def offsets(
     result = []
     with contextlib.closing(_Bar(f"indexing {len(paths)} files of {paths[0].parent}")) as bar:
         done, total = 0, sum(size for _, size, _ in files)
-        for path, (_, size, _) in zip(paths, files, strict=True):
+
+        def of_file(path: AnyPath) -> np.ndarray:
             parts = []
             with readable(path):
                 for part in walk(path):
                     parts.append(part)
                     bar.show((done + abs(int(part[-1]))) / max(1, total))
-            done += size
-            result.append(np.concatenate(parts))
+            return np.concatenate(parts)
+
+        with ThreadPoolExecutor(_WALKS) as threads:
+            in_store = isinstance(paths[0], StorePath)
+            walked = (threads.map if in_store else map)(of_file, paths)
+            for found_here, (_, size, _) in zip(walked, files, strict=True):
+                done += size
+                result.append(found_here)
     if time.monotonic() - started >= _KEEP_SECONDS:
         _keep(kept, files, result)
     return result
 
 
-def _identity(path: Path) -> tuple[str, int, int]:
+def _identity(path: AnyPath) -> tuple[str, int, int]:
     with readable(path):
         found = path.stat()
     return str(path.resolve()), found.st_size, found.st_mtime_ns

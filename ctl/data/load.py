@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
+from ctl.base.remote import PathLike
 from ctl.data import tfds_source
 from ctl.data.dataset import DatasetInfo, check_batch_size
 from ctl.data.errors import translate_data_errors
@@ -32,7 +33,9 @@ class Splits(NamedTuple):
     test: str | None = None
 
 
-def selection_splits(name: str, data_dir: str | None = None, *, download: bool = True) -> Splits:
+def selection_splits(
+    name: str, data_dir: PathLike | None = None, *, download: bool = True
+) -> Splits:
     """Returns splits for a training that selects its best checkpoint: not on what it is tested on.
 
     It selects on ``validation``. If there is no such split, it selects on the last tenth of
@@ -52,7 +55,7 @@ def selection_splits(name: str, data_dir: str | None = None, *, download: bool =
 
 
 def _open(
-    name: str, data_dir: str | None, download: bool, split: str | None, training: bool
+    name: str, data_dir: PathLike | None, download: bool, split: str | None, training: bool
 ) -> tuple[tfds.core.DatasetBuilder, str]:
     """The dataset, and the split to train on, or to evaluate on, where none is named."""
     builder = tfds_source.find(name, data_dir, download=download)
@@ -101,7 +104,7 @@ def load(
     training: bool = True,
     split: str | None = None,
     seed: int = 0,
-    data_dir: str | None = None,
+    data_dir: PathLike | None = None,
     download: bool = True,
     image_shape: tuple[int, int, int] | None = None,
     resident_limit_mib: float = 1024,
@@ -119,7 +122,8 @@ def load(
         split: a TFDS split string; by default ``train`` to train, and to evaluate ``test``, or
             ``validation`` where there is no ``test``.
         seed: of the order of examples.
-        data_dir: where to look for and prepare datasets; by default that of TFDS.
+        data_dir: where to look for and prepare datasets; by default that of TFDS. In a store, see
+            `ctl.base.remote.StorePath`, they must be prepared.
         download: whether a dataset that is not prepared may be downloaded.
         image_shape: [H, W, C] to resize images to; needed where their sizes vary.
         resident_limit_mib: largest decoded size, in MiB, that is kept in memory.
@@ -152,7 +156,7 @@ def load_columns(
     training: bool = True,
     split: str | None = None,
     seed: int = 0,
-    data_dir: str | None = None,
+    data_dir: PathLike | None = None,
     download: bool = True,
     resident_limit_mib: float = 1024,
     shuffle_block: int = 1,

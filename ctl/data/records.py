@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
+from ctl.base.remote import AnyPath, PathLike, StorePath, located, read_spans
 from ctl.data import crc, index
 from ctl.errors import UsageError
 
@@ -44,13 +44,13 @@ class Records:
 
     def __init__(
         self,
-        paths: Sequence[str | os.PathLike] | str | os.PathLike,
+        paths: Sequence[PathLike] | PathLike,
         decode: Callable[[Any], Any] | None = None,
         *,
         name: str = "records",
     ):
-        several = [paths] if isinstance(paths, str | os.PathLike) else paths
-        self.paths = [index.local(path) for path in several]
+        several = [paths] if isinstance(paths, str | os.PathLike | StorePath) else paths
+        self.paths = [located(path) for path in several]
         if not self.paths:
             raise UsageError(f"{name}: there are no files to read")
         if decode:
@@ -107,7 +107,7 @@ class TFRecords(Records):
             OSError: the file cannot be read.
         """
         files, numbers = self.locate(indices)
-        spans = []
+        spans, runs = [], []
         for file in np.unique(files).tolist():
             rows = np.flatnonzero(files == file)
             rows = rows[np.argsort(numbers[rows], kind="stable")]
@@ -115,14 +115,11 @@ class TFRecords(Records):
             for run in np.split(rows, breaks):
                 first = numbers[run[0]]
                 edges = self._offsets[file][first : first + len(run) + 1].tolist()
-                opened, size = self._file(file), edges[-1] - edges[0]
-                # The disk works on all of them meanwhile.
-                os.posix_fadvise(opened.fileno(), edges[0], size, os.POSIX_FADV_WILLNEED)
-                spans.append((opened, run.tolist(), edges))
+                spans.append((self._file(file), edges[-1] - edges[0], edges[0]))
+                runs.append((run.tolist(), edges))
         result: list[bytes] = [b""] * len(indices)
         headers, stored = [b""] * len(indices), np.zeros(len(indices), np.uint32)
-        for opened, run, edges in spans:
-            data = os.pread(opened.fileno(), edges[-1] - edges[0], edges[0])
+        for data, (run, edges) in zip(read_spans(spans), runs, strict=True):
             if len(data) < edges[-1] - edges[0]:
                 self._bad(indices[run[0]], "the file has become shorter")
             for row, begin, end in zip(run, edges, edges[1:], strict=False):
@@ -142,15 +139,16 @@ class TFRecords(Records):
         raise BadRecord(int(row), f"{self.where(int(row))}: {what}")
 
 
-def _walk(path: Path) -> Iterator[np.ndarray]:
+def _walk(path: AnyPath) -> Iterator[np.ndarray]:
     """Yields the offsets of the records of a TFRecord file, and where it ends."""
     size, offset, number = path.stat().st_size, 0, 0
     offsets, headers = [], []
-    with open(path, "rb", buffering=0) as file:
-        descriptor = file.fileno()
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    with path.open("rb", buffering=0) as file:
+        if not isinstance(path, StorePath):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         while offset < size:
-            header = os.pread(descriptor, _HEADER, offset)
+            file.seek(offset)
+            header = file.read(_HEADER)
             offsets.append(offset)
             headers.append(header)
             offset += int.from_bytes(header[:8], "little") + _HEADER + _FOOTER
@@ -164,7 +162,7 @@ def _walk(path: Path) -> Iterator[np.ndarray]:
 
 
 def _check_headers(
-    path: Path, first: int, headers: list[bytes], whole: bool, offsets: list[int]
+    path: AnyPath, first: int, headers: list[bytes], whole: bool, offsets: list[int]
 ) -> None:
     """Raises `UsageError` for the first header of a wrong checksum, or for a file cut short."""
     complete = [header for header in headers if len(header) == _HEADER]  # the last may be cut
@@ -204,9 +202,7 @@ class Lines(Records):
     """Lines of text files. Where each begins is read once, see `ctl.data.index`. Blank lines are
     left out. A base of sources."""
 
-    def __init__(
-        self, paths: Sequence[str | os.PathLike] | str | os.PathLike, *, name: str = "lines"
-    ):
+    def __init__(self, paths: Sequence[PathLike] | PathLike, *, name: str = "lines"):
         super().__init__(paths, name=name)
         self._offsets = index.offsets(self.paths, _walk_lines, "lines")
         # The lines of each file that are not blank, where some are.
@@ -240,11 +236,11 @@ class Lines(Records):
         return f"{self.paths[file].name}, line {line + 1}"
 
 
-def _walk_lines(path: Path) -> Iterator[np.ndarray]:
+def _walk_lines(path: AnyPath) -> Iterator[np.ndarray]:
     """Yields where the lines of a file begin, of blank ones ``~`` that, and where it ends. The last
     line may lack its newline."""
     begin, rest = 0, b""
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         while text := rest + (read := file.read(1 << 22)):
             codes = np.frombuffer(text, np.uint8)
             ends = np.flatnonzero(codes == ord("\n")) + 1 if read else np.array([len(text)])
@@ -269,9 +265,9 @@ class ArrayRecords(Records):
         except ImportError as error:
             raise UsageError("ArrayRecord needs a package: pip install array_record") from error
 
-        def open_reader(path: Path) -> Any:
+        def open_reader(path: AnyPath) -> Any:
             reader = ArrayRecordReader(
-                str(path),
+                str(path.copied() if isinstance(path, StorePath) else path),
                 options="readahead_buffer_size:0,max_parallelism:0",
                 file_reader_buffer_size=1 << 15,
             )
@@ -281,7 +277,7 @@ class ArrayRecords(Records):
 
         for path in self.paths:
             with index.readable(path):
-                open(path, "rb").close()
+                path.open("rb").close()
         return [open_reader(path) for path in self.paths]
 
     def counts(self) -> np.ndarray:

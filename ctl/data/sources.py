@@ -15,13 +15,21 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from ctl.base.remote import (
+    AnyPath,
+    PathLike,
+    StorePath,
+    located,
+    map_of,
+    opened,
+    read_spans,
+)
 from ctl.data import image_files, index
 from ctl.data.arrays import arrays_of, as_array, check, common, content_hash, fitted, form
 from ctl.data.dataset import DatasetInfo
@@ -99,12 +107,11 @@ def sample(source: Any) -> str | None:
     return found[0] if found[0] == found[1] else None
 
 
-def _sample_of_file(path: Path) -> bytes:
+def _sample_of_file(path: AnyPath) -> bytes:
     content = hashlib.sha256()
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        for begin in (0, size // 2, max(0, size - _HASHED_BYTES)):
-            content.update(os.pread(file.fileno(), _HASHED_BYTES, begin))
+    file = opened(path)
+    for begin in (0, file.size // 2, max(0, file.size - _HASHED_BYTES)):
+        content.update(file.pread(_HASHED_BYTES, begin, keep=False))
     return content.digest()
 
 
@@ -121,15 +128,18 @@ def _sample_of_examples(source: Any) -> str | None:
     return None
 
 
-def mapped(path: str | os.PathLike[str]) -> np.ndarray:
+def mapped(path: PathLike) -> np.ndarray:
     """The array of a ``.npy`` file, which is read where it is used: ``np.load`` with a mmap_mode.
+    One of a store is copied to the cache.
 
     Raises:
         UsageError: the file is missing, cut short or cannot be read, or has Python objects.
     """
     with index.readable(path):
         try:
-            array = np.load(index.local(path), mmap_mode="r")
+            file = located(path)
+            file = file.copied() if isinstance(file, StorePath) else file
+            array = np.load(file, mmap_mode="r")
         except (OSError, UsageError):
             raise
         except Exception as error:  # also of the parsers of headers and of .npz
@@ -140,7 +150,7 @@ def mapped(path: str | os.PathLike[str]) -> np.ndarray:
     if not isinstance(array, np.ndarray):
         raise UsageError(f"{path} has several arrays: save each in a .npy file of its own")
     if isinstance(array, np.memmap):
-        size, wanted = index.local(path).stat().st_size, array.offset + array.nbytes
+        size, wanted = file.stat().st_size, array.offset + array.nbytes
         if size != wanted:
             raise UsageError(
                 f"{path} cannot be read as .npy: it has {size} bytes, and {wanted} by its header: "
@@ -301,7 +311,7 @@ class JsonLines(Lines, Items):
 
     def __init__(
         self,
-        paths: Sequence[str | os.PathLike] | str | os.PathLike,
+        paths: Sequence[PathLike] | PathLike,
         example: Callable[[Any], Any] = lambda value: value,
         *,
         name: str = "json",
@@ -310,12 +320,21 @@ class JsonLines(Lines, Items):
         Items.__init__(self, self, example, name=name)
 
     def __getitem__(self, number: int) -> Any:
-        (file,), (line,) = self.places(np.array([number]))
-        begin, end = self.span(file, line)
-        opened = self.opened(file)  # while it has a name, no other thread closes it
-        text = os.pread(opened.fileno(), end - begin, begin)
+        (item,) = self.__getitems__([number])
+        return item
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        """What the lines ``numbers`` say."""
+        spans = []
+        for file, line in zip(*self.places(np.array(numbers)), strict=True):
+            begin, end = self.span(file, line)
+            spans.append((self.opened(int(file)), end - begin, begin))
+        texts = zip(numbers, spans, read_spans(spans), strict=True)
+        return [self._parsed(number, text, not begin) for number, (_, _, begin), text in texts]
+
+    def _parsed(self, number: int, text: bytes, is_first: bool) -> Any:
         try:
-            return json.loads(text.decode("utf-8-sig" if not begin else "utf-8"))
+            return json.loads(text.decode("utf-8-sig" if is_first else "utf-8"))
         except UnicodeDecodeError as error:
             what = f"it is not UTF-8: {error.reason} at byte {error.start}"
         except json.JSONDecodeError as error:
@@ -336,6 +355,8 @@ class EncodedImages:
     Attributes:
         info: the shape [H, W, C] to which images are resized, and the names of the classes.
     """
+
+    _map: Callable[..., Any] = staticmethod(map)  # calls `encoded`
 
     def __init__(
         self,
@@ -368,6 +389,12 @@ class EncodedImages:
         """The bytes of an image. Raises `OSError` if they cannot be read."""
         raise NotImplementedError
 
+    def _encoded_or_error(self, index: int) -> bytes | OSError:
+        try:
+            return self.encoded(index)
+        except OSError as error:
+            return error
+
     def __len__(self) -> int:
         return len(self._names)
 
@@ -391,11 +418,13 @@ class EncodedImages:
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the bytes of the files, and the labels, int64 [n]."""
         files = np.empty(len(indices), object)
-        for row, number in enumerate(indices.tolist()):
-            try:
-                files[row] = self.encoded(number)
-            except OSError as error:
-                raise BadRecord(number, f"{self.where(number)}: {error.strerror}") from error
+        numbers = indices.tolist()
+        for row, (number, data) in enumerate(
+            zip(numbers, self._map(self._encoded_or_error, numbers), strict=True)
+        ):
+            if isinstance(data, OSError):
+                raise BadRecord(number, f"{self.where(number)}: {data.strerror}") from data
+            files[row] = data
             if problem := image_files.problem(files[row]):
                 what = f"{self.where(number)}: TensorFlow cannot decode {problem}: make it a PNG"
                 raise BadRecord(number, what)
@@ -457,12 +486,13 @@ class ImageFolder(EncodedImages):
 
     def __init__(
         self,
-        folder: str | os.PathLike,
+        folder: PathLike,
         image_shape: tuple[int, int, int],
         classes: Sequence[str] | None = None,
     ):
         check_image_shape(image_shape)
-        self._folder = index.local(folder)
+        self._folder = located(folder)
+        self._map = map_of(self._folder)
         with index.readable(folder):
             found, left_out = image_files.classes(self._folder)
             classes = sorted(found) if classes is None else list(classes)
@@ -496,7 +526,7 @@ class ImageFolder(EncodedImages):
         labels = np.repeat(np.arange(len(classes)), counts)
         super().__init__(self._folder.name, encoded, labels, image_shape, classes)
 
-    def _path(self, index: int) -> Path:
+    def _path(self, index: int) -> AnyPath:
         name = os.fsdecode(self._names[index])
         return self._folder / self.info.class_names[self._labels[index]] / name
 

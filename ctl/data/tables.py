@@ -17,13 +17,13 @@ import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from ctl.base.names import BINARY, CLASSES, LANGUAGE_MODEL, NUMBERS, RECORDS, TABLES, suffix
+from ctl.base.remote import AnyPath, on_disk, unzipped
 from ctl.data import index
 from ctl.data.records import compression
 from ctl.errors import UsageError
@@ -78,7 +78,7 @@ class Table:
         return f"{self.name}, line {self.lines[row]}"
 
 
-def read(path: Path, record_schema: Mapping[str, Feature] | None = None) -> dict[str, Table]:
+def read(path: AnyPath, record_schema: Mapping[str, Feature] | None = None) -> dict[str, Table]:
     """The tables of a file by the part that they are, such as ``{"train": …, "test": …}``; one that
     says nothing of parts is ``train``.
 
@@ -158,7 +158,7 @@ def _cut(text: str) -> str:
 # Readers ----------------------------------------------------------------------------------------
 
 
-def _csv(path: Path) -> dict[str, Table]:
+def _csv(path: AnyPath) -> dict[str, Table]:
     text: set[str] = set()
     while True:
         table, restart = _parsed(path, text)
@@ -166,7 +166,7 @@ def _csv(path: Path) -> dict[str, Table]:
             return {"train": table}
 
 
-def _parsed(path: Path, text: set[str]) -> tuple[Table, bool]:
+def _parsed(path: AnyPath, text: set[str]) -> tuple[Table, bool]:
     """The table of a CSV file. Adds to ``text`` the columns that are not of numbers. Returns
     whether such a column began with numbers, so that the file is to be read again."""
     parts: dict[str, list[np.ndarray]] = {}
@@ -212,13 +212,12 @@ def _parsed(path: Path, text: set[str]) -> tuple[Table, bool]:
     return Table(path.name, columns, np.array(lines, np.int64)), restart
 
 
-def _opened(path: Path) -> io.TextIOWrapper:
-    opener: Any = gzip.open if path.name.lower().endswith(".gz") else open
-    raw = opener(path, "rb")
+def _opened(path: AnyPath) -> io.TextIOWrapper:
+    raw = unzipped(path.open("rb"), path.name)
     return io.TextIOWrapper(raw, "utf-8-sig", newline="")
 
 
-def _rows(path: Path, file: io.TextIOWrapper) -> Iterator[Any]:
+def _rows(path: AnyPath, file: io.TextIOWrapper) -> Iterator[Any]:
     """Yields the line and the cells of each row that is not blank."""
     first = file.readline()
     delimiter = max(",;\t", key=first.count)
@@ -260,11 +259,11 @@ def _numbers(cells: Sequence[str]) -> np.ndarray | None:
         return None
 
 
-def _npz(path: Path) -> dict[str, Table]:
+def _npz(path: AnyPath) -> dict[str, Table]:
     """The arrays of a file of NumPy. ``x_train`` is x of the part ``train``."""
     parts: dict[str, dict[str, np.ndarray]] = {}
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             for key in arrays.files:
                 name, _, part = key.rpartition("_")
                 if not name or part not in PARTS:
@@ -284,7 +283,7 @@ def _npz(path: Path) -> dict[str, Table]:
     return {part: Table(path.name, columns) for part, columns in parts.items()}
 
 
-def _column(path: Path, name: str, array: np.ndarray) -> np.ndarray:
+def _column(path: AnyPath, name: str, array: np.ndarray) -> np.ndarray:
     if not array.ndim:
         raise UsageError(f"{path.name}: {quoted(name)} is one value, not one for each example")
     if array.dtype.kind in "SU":
@@ -297,7 +296,7 @@ def _column(path: Path, name: str, array: np.ndarray) -> np.ndarray:
     return array.astype(np.float64) if array.ndim == 1 else array
 
 
-def _jsonl(path: Path) -> dict[str, Table]:
+def _jsonl(path: AnyPath) -> dict[str, Table]:
     """Lines that are objects of JSON: their keys are the columns."""
     rows: list[dict[str, Any]] = []
     lines: list[int] = []
@@ -337,7 +336,7 @@ def _values(values: list[Any]) -> np.ndarray:
     return texts
 
 
-def _parquet(path: Path) -> dict[str, Table]:
+def _parquet(path: AnyPath) -> dict[str, Table]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -346,7 +345,8 @@ def _parquet(path: Path) -> dict[str, Table]:
             f"{path.name}: Parquet needs a package: pip install 'ctl[parquet]'"
         ) from error
     try:
-        table = parquet.ParquetFile(path).read()
+        with path.open("rb") as file:
+            table = parquet.ParquetFile(file).read()
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:
             raise
@@ -370,14 +370,14 @@ def _parquet(path: Path) -> dict[str, Table]:
     return {"train": Table(path.name, columns)}
 
 
-def _tfrecord(path: Path, schema: Mapping[str, Feature] | None) -> dict[str, Table]:
+def _tfrecord(path: AnyPath, schema: Mapping[str, Feature] | None) -> dict[str, Table]:
     """Records that are a `tf.train.Example` each: its features are the columns."""
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         kind = compression(file.read(2))
     rows: list[dict[str, Any]] = []
     first: dict[str, Any] = {}
     try:
-        for record in tf.data.TFRecordDataset(str(path), kind).as_numpy_iterator():
+        for record in _records(path, kind):
             features = {
                 name: getattr(feature, feature.WhichOneof("kind") or "int64_list").value
                 for name, feature in sorted(_example(record).features.feature.items())
@@ -402,6 +402,11 @@ def _tfrecord(path: Path, schema: Mapping[str, Feature] | None) -> dict[str, Tab
     names = [*schema] if schema else sorted({name for row in rows for name in row})  # have no order
     hint = "" if schema else _types(first)
     return {"train": Table(path.name, {name: _feature(path, name, rows, hint) for name in names})}
+
+
+def _records(path: AnyPath, kind: str) -> Iterator[bytes]:
+    with on_disk(path) as file:
+        yield from tf.data.TFRecordDataset(str(file), kind).as_numpy_iterator()
 
 
 def _types(features: Mapping[str, Any]) -> str:
@@ -476,7 +481,9 @@ def _text_or_image(value: bytes) -> str | np.ndarray:
         raise ValueError("it has bytes that are neither text in UTF-8 nor PNG or JPEG") from error
 
 
-def _feature(path: Path, name: str, rows: Sequence[dict[str, list[Any]]], hint: str) -> np.ndarray:
+def _feature(
+    path: AnyPath, name: str, rows: Sequence[dict[str, list[Any]]], hint: str
+) -> np.ndarray:
     """A column: one value of each record, or arrays of one shape."""
     lists = [row.get(name, []) for row in rows]
     if {len(values) for values in lists} <= {0, 1}:
@@ -495,7 +502,7 @@ def _feature(path: Path, name: str, rows: Sequence[dict[str, list[Any]]], hint: 
     return np.stack(values)
 
 
-_READERS: dict[str, Callable[[Path], dict[str, Table]]] = {
+_READERS: dict[str, Callable[[AnyPath], dict[str, Table]]] = {
     ".csv": _csv,
     ".tsv": _csv,
     ".npz": _npz,

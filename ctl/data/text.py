@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import os
 import re
 import sysconfig
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl.base.names import TABLES, suffix
+from ctl.base.remote import AnyPath, PathLike, located
 from ctl.data import index, tables
 from ctl.data.arrays import check
 from ctl.data.dataset import DatasetInfo, NotResident, distribution_options
@@ -275,7 +275,7 @@ def python_sources(
 
 
 def files(
-    path: str | os.PathLike[str],
+    path: PathLike,
     length: int,
     *,
     global_batch_size: int,
@@ -297,11 +297,11 @@ def files(
         UsageError: a file is missing or damaged, there is no text to train or to evaluate on, or a
             text does not suit, see `pad` and `ctl.data.Tokenizer.encode`.
     """
-    path = index.local(path)
+    path = located(path)
     parts: dict[str, list[bytes]] = {}
     with index.readable(path):
         path.stat()
-        found = sorted(path.rglob("*")) if path.is_dir() else [path]
+        found: list[Any] = sorted(path.rglob("*")) if path.is_dir() else [path]
         for file in found:
             inside = file.relative_to(path).parts or (file.name,)
             known = suffix(file.name) in TABLES or file.suffix == ".txt"
@@ -322,7 +322,7 @@ def files(
     return _datasets(path.name, train, held_out, length, rows, tokenizer, global_batch_size, seed)
 
 
-def _texts_of(file: Path) -> dict[str, list[bytes]]:
+def _texts_of(file: AnyPath) -> dict[str, list[bytes]]:
     """The texts of a file by their part."""
     if file.suffix == ".txt":
         return {"train": [file.read_bytes()]}

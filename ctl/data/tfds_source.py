@@ -15,11 +15,13 @@ import math
 import os
 import pathlib
 import re
+import tempfile
 import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,8 +29,9 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
+from ctl.base.remote import AnyPath, PathLike, StorePath, located, map_of
 from ctl.data.dataset import DatasetInfo, distribution_options
-from ctl.data.index import local, readable
+from ctl.data.index import readable
 from ctl.data.records import ArrayRecords, BadRecord, TFRecords
 from ctl.data.sources import resized
 from ctl.errors import UsageError
@@ -41,25 +44,35 @@ PROBE_SECONDS = 5.0
 
 _READ_BATCH = 256  # examples that `ImageSource.in_order` decodes together
 
+# Where the files are of datasets in a store, by their builders.
+_FOLDERS: weakref.WeakKeyDictionary[Any, StorePath] = weakref.WeakKeyDictionary()
+
+# The end of the names of files with examples.
+_SHARD = re.compile(r"-\d{5}-of-\d{5}")
+
 # Status codes for which the downloader retries for minutes.
 _UNAVAILABLE = (500, 502, 503, 504)
 
 
 def find(
-    name: str, data_dir: str | None = None, *, download: bool = True
+    name: str, data_dir: PathLike | None = None, *, download: bool = True
 ) -> tfds.core.DatasetBuilder:
     """Returns the builder of a prepared dataset; prepares the dataset if necessary.
 
     Looks in ``data_dir`` (default: that of TFDS), then in `EMBEDDED`, and then downloads into
-    ``data_dir`` with the progress bar of TFDS.
+    ``data_dir`` with the progress bar of TFDS. In a ``data_dir`` of a store, the dataset must be
+    prepared, and no other place is looked in.
 
     Raises:
         UsageError: there is no such dataset, or it cannot be opened, downloaded or prepared.
             Without a network, this takes less than 10 s.
     """
     given = data_dir or os.environ.get("TFDS_DATA_DIR")
-    root = str(local(given)) if given else None
+    place = located(given) if given else None
     short = name.split(":")[0]
+    if isinstance(place, StorePath):
+        return _of_store(name, place)
+    root = str(place) if place else None
     embedded = _builder(name, str(EMBEDDED)) if short in _embedded() else None
     own = pathlib.Path(root or "~/tensorflow_datasets").expanduser() / short
     if embedded and not own.exists():
@@ -99,6 +112,32 @@ def _builder(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder | None
     except Exception as error:  # bad names, versions, configs, files: AssertionError, ValueError, …
         where = f" in {data_dir}" if data_dir else ""
         raise UsageError(f"{name!r} cannot be opened{where}: {one_line(error)}") from error
+
+
+def _of_store(name: str, place: StorePath) -> tfds.core.DatasetBuilder:
+    """The builder of a dataset in a store: of a copy of all its files but those with examples."""
+    folder = place / re.split("[/:]", name)[0]
+    with tempfile.TemporaryDirectory() as copies:
+        with readable(place):
+            found = [*folder.rglob("*")] if folder.is_dir() else []
+            about = [path for path in found if path.is_file() and not _SHARD.search(path.name)]
+            contents = map_of(place)(lambda path: path.read_bytes(), about)
+            for path, content in zip(about, contents, strict=True):
+                copy = pathlib.Path(copies) / path.relative_to(place)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_bytes(content)
+        builder = _builder(name, copies) if about else None
+        if builder is None or not pathlib.Path(builder.data_dir, "dataset_info.json").is_file():
+            raise UsageError(
+                f"{place} has no dataset {name!r}: prepare it on a disk, and copy its folder there"
+            )
+        _FOLDERS[builder] = place / os.path.relpath(builder.data_dir, copies)
+    return builder
+
+
+def _folder(builder: tfds.core.DatasetBuilder) -> AnyPath:
+    """Where the files of a dataset are."""
+    return _FOLDERS.get(builder) or pathlib.Path(builder.data_dir)
 
 
 def _embedded() -> dict[str, pathlib.Path]:
@@ -162,8 +201,8 @@ class Split:
         name: of the dataset, with its config and version.
         split: as TFDS writes it.
         shards: the parts of files to read, ``FileInstruction`` of TFDS.
-        is_sequential: whether the files are in TFRecord, and can be read in their order without an
-            index.
+        is_sequential: whether the files are in TFRecord, and can be read by TensorFlow in their
+            order, without an index.
     """
 
     def __init__(self, builder: tfds.core.DatasetBuilder, split: str):
@@ -176,8 +215,9 @@ class Split:
         self.name = builder.info.full_name
         self.split = split
         self.shards = _shards(builder, split)
-        self.is_sequential = builder.info.file_format.value == "tfrecord"
-        self._folder = pathlib.Path(builder.data_dir)
+        self._folder = _folder(builder)
+        self._is_tfrecord = builder.info.file_format.value == "tfrecord"
+        self.is_sequential = self._is_tfrecord and isinstance(self._folder, pathlib.Path)
         self._ends = np.cumsum([shard.take for shard in self.shards])
 
     @property
@@ -192,8 +232,8 @@ class Split:
     def _records(self) -> TFRecords | ArrayRecords:
         """The records of the files, which have an index: to read them in any order."""
         expected = {shard.filename: shard.examples_in_shard for shard in self.shards}
-        kind = TFRecords if self.is_sequential else ArrayRecords
-        records = kind(list(expected))
+        kind = TFRecords if self._is_tfrecord else ArrayRecords
+        records = kind([self._folder / os.path.basename(name) for name in expected])
         for path, count, wanted in zip(
             records.paths, records.counts(), expected.values(), strict=True
         ):
@@ -204,10 +244,15 @@ class Split:
     @functools.cached_property
     def _offsets(self) -> np.ndarray:
         """What to add to the number of an example of each shard, for its number in `_records`."""
-        files = {str(path): number for number, path in enumerate(self._records.paths)}
+        files = {path.name: number for number, path in enumerate(self._records.paths)}
         begins = self._records.begins
         parts = zip(self.shards, self._ends, strict=True)
-        return np.array([begins[files[s.filename]] + s.skip - (end - s.take) for s, end in parts])
+        return np.array(
+            [
+                begins[files[os.path.basename(s.filename)]] + s.skip - (end - s.take)
+                for s, end in parts
+            ]
+        )
 
     def _rows(self, indices: np.ndarray) -> np.ndarray:
         return indices + self._offsets[np.searchsorted(self._ends, indices, side="right")]
@@ -254,15 +299,14 @@ class Split:
         )
 
     @property
-    def paths(self) -> list[pathlib.Path]:
+    def paths(self) -> list[AnyPath]:
         """The files of the split."""
-        return [pathlib.Path(shard.filename) for shard in self.shards]
+        return [self._folder / os.path.basename(shard.filename) for shard in self.shards]
 
     def content_hash(self) -> str:
         """Returns a sha256 of the names and sizes of the files and of TFDS's metadata."""
         content = hashlib.sha256()
-        for shard in self.shards:
-            path = pathlib.Path(shard.filename)
+        for shard, path in zip(self.shards, self.paths, strict=True):
             content.update(
                 f"{path.name} {path.stat().st_size} {shard.skip} {shard.take}\n".encode()
             )
@@ -289,11 +333,12 @@ def _shards(builder: tfds.core.DatasetBuilder, split: str) -> list[Any]:
             f"{info.full_name} is stored as {info.file_format.value}: prepare it as tfrecord or "
             "array_record"
         )
+    folder = _folder(builder)
     used = {shard.filename for shard in shards}
     for part in info.splits.values():
-        paths = [pathlib.Path(path) for path in part.filepaths]
-        if used.isdisjoint(map(str, paths)):
+        if used.isdisjoint(map(str, part.filepaths)):
             continue
+        paths = [folder / os.path.basename(path) for path in part.filepaths]
         for path in paths:
             with readable(path):
                 path.stat()
@@ -304,7 +349,7 @@ def _shards(builder: tfds.core.DatasetBuilder, split: str) -> list[Any]:
         if (size := sum(path.stat().st_size for path in paths)) < expected:
             raise UsageError(
                 f"{info.full_name}: the files of the split {part.name!r} are truncated ({size} of "
-                f"{expected} bytes): remove {builder.data_dir} and prepare it again"
+                f"{expected} bytes): remove {folder} and prepare it again"
             )
     return shards
 

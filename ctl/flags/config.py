@@ -35,7 +35,8 @@ _TOKENIZER = "tokenizer"  # and its end: a copy of `--tokenizer`
 # computes while the loss is finite. The length may change only if the schedule is not of a length.
 _FREE = frozenset(
     (
-        *("model_dir", "data_dir", "download", "resident_limit_mib", "epochs", "train_steps"),
+        *("model_dir", "data_dir", "data_cache", "download", "resident_limit_mib"),
+        *("epochs", "train_steps"),
         "tokenizer",  # its content counts, see `check_tokenizer`
         *("strategy", "replicas", "tpu", "cross_device_ops", "collective_timeout"),
         *("workers", "worker_index", "communication", "startup_timeout"),

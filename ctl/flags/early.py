@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import gzip
 import importlib.util
 import itertools
 import os
@@ -17,7 +16,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
 
 from ctl.base.names import (
     CLICKS,
@@ -30,6 +28,8 @@ from ctl.base.names import (
     is_click_text,
     suffix,
 )
+from ctl.base.remote import located, scandir, unzipped
+from ctl.base.stores import is_url
 from ctl.errors import UsageError
 
 _EMBEDDED = Path(__file__).parents[1] / "data" / "datasets"
@@ -134,28 +134,28 @@ def check_tokenizer(path: str) -> None:
 
 def check_path(path: str) -> None:
     """Raises `UsageError` if there is no file or folder ``path`` of data."""
-    if "://" in path:
-        raise UsageError(f"--dataset={path}: mount it, or copy the files")
     _check_no_text(path)
-    if os.path.exists(path):
+    place = located(path)
+    if place.exists():
         kinds = (*TABLES, TARS, CLICKS)
-        if os.path.isfile(path) and suffix(path) not in kinds and not is_click_text(path):
+        if place.is_file() and suffix(path) not in kinds and not is_click_text(path):
             raise UsageError(
                 f"--dataset={path} is no file that ctl reads: give a file {', '.join(kinds)}, or a "
                 "folder with a folder of images for each class"
             )
         return
-    folder = Path(path).parent
+    folder = place.parent
     near: list[str] = []
     if folder.is_dir():
-        near = difflib.get_close_matches(Path(path).name, os.listdir(folder), n=1)
+        inside = [entry.name for entry in scandir(folder)]
+        near = difflib.get_close_matches(place.name, inside, n=1)
     hint = f"; did you mean {folder / near[0]}?" if near else ""
     raise UsageError(f"--dataset={path}: there is no such file or folder{hint}")
 
 
 def _check_no_text(path: str) -> None:
     """Refuses text, of which there is no one task. Click data have tabs in each line."""
-    if suffix(path) == CLICKS and os.path.isfile(path) and not _has_tabs(path):
+    if suffix(path) == CLICKS and located(path).is_file() and not _has_tabs(path):
         command = LANGUAGE_MODEL.format(path=path)
         raise UsageError(f"--dataset={path} is text: for a language model of it, give {command}")
 
@@ -163,10 +163,9 @@ def _check_no_text(path: str) -> None:
 def _has_tabs(path: str) -> bool:
     """Whether the first line of a file has a tab. True if it has no line, or cannot be read: who
     reads it says why."""
-    opener: Any = gzip.open if path.endswith(".gz") else open
     try:
-        with opener(path, "rb") as file:
-            line = file.readline(1 << 16)
+        with located(path).open("rb") as raw:
+            line = unzipped(raw, path).readline(1 << 16)
     except (OSError, EOFError, zlib.error):
         return True
     return b"\t" in line or not line
@@ -177,6 +176,13 @@ def check_dataset(name: str, data_dir: str | None) -> None:
     Only names of a plain form are looked for, and only if TFDS has the layout that is known."""
     _check_no_text(name)
     short = re.split("[/:]", name)[0]
+    if data_dir and is_url(data_dir):
+        if not (located(data_dir) / short).is_dir():
+            raise UsageError(
+                f"{data_dir} has no dataset {short!r}: prepare it on a disk, and copy its folder "
+                "there"
+            )
+        return
     if not short.isidentifier() or ":" in name:
         return
     if "tensorflow_datasets" in sys.modules:  # code of the user's may have added datasets to it
@@ -214,7 +220,7 @@ def check_data_dir(dataset: str, data_dir: str) -> None:
     """Raises `UsageError` if ``dataset`` comes with ctl and ``data_dir`` has none of its name: the
     folder would not be read."""
     short = dataset.partition(":")[0]
-    if not any((_EMBEDDED / short).glob("*/dataset_info.json")):
+    if is_url(data_dir) or not any((_EMBEDDED / short).glob("*/dataset_info.json")):
         return
     folder = Path(data_dir)
     if any((folder / short).glob("**/dataset_info.json")):

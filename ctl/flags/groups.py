@@ -11,7 +11,10 @@ from typing import Any
 from absl import flags
 
 from ctl.base import names
+from ctl.base.block_cache import parsed
 from ctl.base.bounds import BOUNDS, checked
+from ctl.base.remote import located, without_slash
+from ctl.base.stores import is_url
 from ctl.errors import UsageError
 from ctl.flags import defaults, durations, early
 from ctl.flags.parsing import (
@@ -41,7 +44,8 @@ def define_data_flags(of_a_run: bool = False) -> None:
             f"{names.YOURS}. The default is part of ctl: 10,000 + 2,000 images of "
             "Fashion-MNIST. Files: a folder such as ./photos, with a folder of images for each "
             "class, or with train and test of such folders; or a table, "
-            f"{', '.join(names.TABLES)}; or click data of Criteo's form, such as train.txt. Of "
+            f"{', '.join(names.TABLES)}; or click data of Criteo's form, such as train.txt; or a "
+            "URL of these, such as s3://bucket/photos. Of "
             "files without a test part, a tenth is held out. Your function is called with those "
             "keywords of global_batch_size, seed, data_dir and tokenizer that it declares. It "
             "returns two datasets, for training and evaluation: datasets of ctl.data, or a "
@@ -51,8 +55,15 @@ def define_data_flags(of_a_run: bool = False) -> None:
         define_path(
             "data_dir",
             None,
-            "Directory of TFDS datasets (default: TFDS's own). Also passed to a function given as "
-            "--dataset.",
+            "Directory of TFDS datasets (default: TFDS's own), also in a store, such as "
+            "s3://bucket/tfds. Also passed to a function given as --dataset.",
+        )
+        define_path(
+            "data_cache",
+            None,
+            "DIRECTORY:SIZE, e.g. /tmp/cache:20GiB: keeps what is read from a store on the disk of "
+            "this machine, in at most this size. Other processes may share it (default: all is "
+            "read from the store in every epoch).",
         )
         define_path(
             "tokenizer",
@@ -128,11 +139,12 @@ def define_data_flags(of_a_run: bool = False) -> None:
     check_flags(["features", "labels", "dataset", "image_shape"], _check_columns)
     check_flags(["image_shape"], lambda image_shape: image_shape_from(image_shape))
     check_flags(["dataset", "data_dir"], _check_dataset)
+    check_flags(["data_cache"], _check_data_cache)
     check_flags(["tokenizer"], _check_tokenizer)
     check_flags(["record_schema"], _check_record_schema)
     if not of_a_run:
-        names_of_data = ["dataset", "data_dir", "image_shape", "oversample", "tokenizer"]
-        names_of_data += ["record_schema", *_OF_FILES, *_OF_SYNTHETIC]
+        names_of_data = ["dataset", "data_dir", "data_cache", "image_shape", "oversample"]
+        names_of_data += ["tokenizer", "record_schema", *_OF_FILES, *_OF_SYNTHETIC]
         check_flags(names_of_data, lambda **_: check_data_flags())
 
 
@@ -164,7 +176,9 @@ _OF_OWN_FILES = ("oversample",)
 
 def _absolute(dataset: str) -> str:
     """A path of another folder, as another command would not find it; names as they are."""
-    if not names.is_path(dataset) or "://" in dataset:
+    if is_url(dataset):
+        return without_slash(dataset)
+    if not names.is_path(dataset):
         return dataset
     return os.path.abspath(os.path.expanduser(dataset))
 
@@ -173,9 +187,12 @@ def _check_dataset(dataset: str, data_dir: str | None) -> None:
     if names.is_path(dataset):
         return early.check_path(dataset)
     if dataset != "synthetic" and not names.is_function_name(dataset):
-        if data_dir and "://" in data_dir:
-            raise UsageError(f"--data_dir={data_dir}: mount it, or copy the files")
         early.check_dataset(dataset, data_dir)
+
+
+def _check_data_cache(data_cache: str | None) -> None:
+    if data_cache is not None:
+        parsed(data_cache)
 
 
 def _check_tokenizer(tokenizer: str | None) -> None:
@@ -191,6 +208,7 @@ def _check_record_schema(record_schema: str | None) -> None:
 def check_data_flags() -> None:
     """Raises `UsageError` if a flag is given that has no effect on the data of ``--dataset``."""
     dataset, data_dir = flags.FLAGS.dataset, flags.FLAGS.data_dir
+    more = flags.FLAGS.also_evaluate if "also_evaluate" in flags.FLAGS else []
     unused: tuple[str, ...] = (*_OF_SYNTHETIC, *_OF_OWN_FILES)
     remedy = "leave it out"
     if names.is_function_name(dataset):
@@ -206,13 +224,14 @@ def check_data_flags() -> None:
                 unused += ("on_bad_record",)
         elif names.has_table(dataset):
             unused += ("image_shape", "on_bad_record")
-    elif data_dir and flags.FLAGS["data_dir"].present:
-        others = flags.FLAGS.also_evaluate if "also_evaluate" in flags.FLAGS else []
-        if not any("@" in other for other in others):
-            early.check_data_dir(dataset, data_dir)
+    elif data_dir and flags.FLAGS["data_dir"].present and not any("@" in one for one in more):
+        early.check_data_dir(dataset, data_dir)
     check_without_effect(unused, f"with --dataset={dataset}: {remedy}")
+    if not any(map(is_url, (dataset, data_dir or "", *more))):
+        why = "without a URL as --dataset or --data_dir: it keeps what is read from a store"
+        check_without_effect(["data_cache"], why)
     if names.suffix(dataset) != names.RECORDS and not (
-        os.path.isdir(dataset) and names.has_table(dataset)
+        names.has_table(dataset) and located(dataset).is_dir()
     ):
         remedy = f"it is for your own files {names.RECORDS}"
         check_without_effect(["record_schema"], f"with --dataset={dataset}: {remedy}")

@@ -14,6 +14,8 @@ from absl.flags import FLAGS, FlagValues
 
 from ctl.base import console, signals, stores
 from ctl.base.names import NUMBERS, OPTIMIZERS, is_function_name, is_path, loss_of, paths_by_name
+from ctl.base.remote import StorePath, located
+from ctl.base.stores import is_url
 from ctl.distributed import cluster
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
@@ -151,9 +153,15 @@ def _own_data(flags: FlagValues) -> tuple[Dataset, Dataset]:
         flags.dataset,
         global_batch_size=flags.global_batch_size,
         seed=flags.seed,
-        data_dir=flags.data_dir,
+        data_dir=_data_dir(flags),
         tokenizer=tokenizer,
     )
+
+
+def _data_dir(flags: FlagValues) -> str | StorePath | None:
+    """``--data_dir``; of a store, with the cache."""
+    path = flags.data_dir
+    return StorePath(path, flags.data_cache) if path and is_url(path) else path
 
 
 def open_files(
@@ -169,7 +177,7 @@ def open_files(
     from ctl import data
 
     return data.Files(
-        path or flags.dataset,
+        located(path or flags.dataset, flags.data_cache),
         image_shape=groups.image_shape_from(flags.image_shape),
         features=flags.features,
         labels=flags.labels,
@@ -200,7 +208,7 @@ def _splits(flags: FlagValues, files: Files | None) -> Splits:
         return splits
     if not flags.keep_best or flags.eval_split or flags.dataset == "synthetic":
         return given
-    splits = data.selection_splits(flags.dataset, flags.data_dir, download=flags.download)
+    splits = data.selection_splits(flags.dataset, _data_dir(flags), download=flags.download)
     if splits.train == "train":
         if "validation" in (flags.train_split or ""):
             raise UsageError(
@@ -241,7 +249,8 @@ def _place(flags: FlagValues) -> Placement:
         startup_timeout=flags.startup_timeout,
         record_dir=stores.local(flags.model_dir) / "inspect" if flags.model_dir else None,
     )
-    of_a_worker = {"worker_index", "data_dir", "download"}  # all others must be equal on each
+    # All others must be equal on each.
+    of_a_worker = {"worker_index", "data_dir", "data_cache", "download"}
     of_the_job = [name for name in grouped_flags() if name not in of_a_worker]
     check_agreement(placement.strategy, {f"--{name}": flags[name].value for name in of_the_job})
     return placement
@@ -301,7 +310,7 @@ def load_data(
         return files.load(split or "train", oversample=flags.oversample, **order)
     of_tfds: dict[str, Any] = order | {
         "split": split,
-        "data_dir": flags.data_dir,
+        "data_dir": _data_dir(flags),
         "download": flags.download,
     }
     if flags.features:

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from ctl import step as steps
 from ctl.base.names import check_loss_name, is_function_name
+from ctl.base.remote import StorePath
 from ctl.data import Dataset, Tokenizer, as_dataset
 from ctl.errors import UsageError
 from ctl.flags.imports import find
@@ -131,7 +132,7 @@ def datasets(
     *,
     global_batch_size: int,
     seed: int,
-    data_dir: str | None,
+    data_dir: str | StorePath | None,
     tokenizer: Tokenizer | None = None,
 ) -> tuple[Dataset, Dataset]:
     """Calls the function ``name`` with those of the keywords that it declares.

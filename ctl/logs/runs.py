@@ -25,8 +25,8 @@ _LONGEST = 1 << 20  # bytes of a line
 # Flags that say where and how a run was started, and nothing of what it computes.
 NOT_COMPARED = frozenset(
     (
-        *("model_dir", "data_dir", "download", "worker_index", "log_every", "tensorboard"),
-        *("mlflow", "wandb", "export"),
+        *("model_dir", "data_dir", "data_cache", "download", "worker_index", "log_every"),
+        *("tensorboard", "mlflow", "wandb", "export"),
     )
 )
 

@@ -3,6 +3,7 @@
     python -m tests.chaos.elastic                            # 3 losses
     python -m tests.chaos.elastic --losses=50 --seconds=60 --steps=200000
     python -m tests.chaos.elastic --workers=3..3             # the set stays: equal bits
+    python -m tests.chaos.elastic --machines                 # a launcher for each worker
 
 Starts `python -m ctl.launch --workers=2..4` with a `ctl.train`, whose only checkpoints are those
 that survivors and stops make. While it trains, a worker drawn at random, also the chief, is killed,
@@ -15,6 +16,9 @@ freezes, hangs, or raises an error; lost ones are tried again after a while. Che
   50, is shared unequally by three and by four, and BatchNorm normalizes over all replicas. If the
   number of workers does not change, weights have equal bits, with Dropout and a BatchNorm of each
   replica, too.
+
+With --machines, each worker has a launcher, as on machines of their own, which find each other in a
+directory. Launchers are killed, too, with their workers, and come back after a while.
 
 Prints the seconds from each loss to the next logged step, the largest difference of a weight, and
 the part of the time in which steps were trained that count.
@@ -111,21 +115,64 @@ class Job:
         ]
         launcher = [sys.executable, "-m", "ctl.launch", f"--workers={workers}"]
         launcher += [f"--max_restarts={FLAGS.losses}"]  # none is too many
-        self.process = subprocess.Popen(
-            [*launcher, f"--join_every={join_every}", "--", *training],
+        launcher += [f"--join_every={join_every}"]
+        count = 1
+        if FLAGS.machines:
+            launcher += [f"--rendezvous={model_dir}-board", "--address=127.0.0.1"]
+            count = int(workers.rpartition("..")[2])
+        self._command = [*launcher, "--", *training]
+        self.steps: list[tuple[float, int]] = []  # when which step was logged
+        self.resumed: list[int] = []
+        self.said: list[str] = []
+        self.launchers = [self.start() for _ in range(count)]
+
+    def start(self) -> subprocess.Popen[str]:
+        """Starts a launcher."""
+        launcher = subprocess.Popen(
+            self._command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=Path(__file__).parents[2],
+            env={**os.environ, "CTL_JOB_SECRET": "of chaos"},
         )
-        self.steps: list[tuple[float, int]] = []  # when which step was logged
-        self.resumed: list[int] = []
-        self.said: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._read, args=(launcher,), daemon=True).start()
+        return launcher
 
-    def _read(self) -> None:
-        assert self.process.stdout
-        for line in self.process.stdout:
+    def lose(self, launcher: subprocess.Popen[str], seconds: float) -> None:
+        """Kills a launcher with its worker. Its machine is back after so many ``seconds``."""
+        launcher.kill()
+        launcher.wait()
+        self.launchers.remove(launcher)
+
+        def back() -> None:
+            if self.code() is None:
+                self.launchers.append(self.start())
+
+        timer = threading.Timer(seconds, back)
+        timer.daemon = True
+        timer.start()
+
+    def code(self) -> int | None:
+        """The exit code of the job; None while it runs."""
+        codes = [launcher.poll() for launcher in [*self.launchers]]
+        return None if None in codes else max(map(abs, filter(None, codes)), default=0)
+
+    def wait(self) -> int:
+        """Waits for the end of the job, and returns its exit code."""
+        while (code := self.code()) is None:
+            time.sleep(0.05)
+        return code
+
+    def kill(self) -> None:
+        """Kills all launchers, whose guards kill the workers."""
+        for launcher in self.launchers:
+            launcher.kill()
+            launcher.wait()
+
+    def _read(self, launcher: subprocess.Popen[str]) -> None:
+        assert launcher.stdout
+        for line in launcher.stdout:
             self.said.append(line.rstrip())
             if found := re.search(r"\[worker 0\] step\s+(\d+)/", line):
                 self.steps.append((time.monotonic(), int(found[1])))
@@ -134,16 +181,18 @@ class Job:
             if FLAGS.verbose or line.startswith("[launch]"):
                 print(f"  {line.rstrip()}", flush=True)
 
-    def workers(self) -> dict[int, int]:
-        """The process of each rank that runs."""
+    def workers(self) -> dict[int, tuple[int, subprocess.Popen[str]]]:
+        """The process of each rank that runs, and its launcher."""
         found = {}
+        launchers = {launcher.pid: launcher for launcher in [*self.launchers]}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError, ValueError, KeyError):
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == self.process.pid:
+                if parent in launchers:
                     texts = (entry / "environ").read_text().split("\0")
                     environ = dict(text.split("=", 1) for text in texts if text)
-                    found[json.loads(environ["TF_CONFIG"])["task"]["index"]] = int(entry.name)
+                    rank = json.loads(environ["TF_CONFIG"])["task"]["index"]
+                    found[rank] = int(entry.name), launchers[parent]
         return found
 
     def wait_for_step(self, after: float) -> tuple[float, int] | None:
@@ -152,7 +201,7 @@ class Job:
         Raises:
             CtlError: there is none.
         """
-        while self.process.poll() is None:
+        while self.code() is None:
             for at, step in self.steps:
                 if at > after:
                     return at, step
@@ -168,8 +217,7 @@ def job(*arguments: object) -> Iterator[Job]:
     try:
         yield started
     finally:
-        started.process.kill()  # whose guard kills the workers
-        started.process.wait()
+        started.kill()
 
 
 def disturb(running: Job, losses: int, seconds: float, randoms: random.Random) -> list[Loss]:
@@ -181,15 +229,20 @@ def disturb(running: Job, losses: int, seconds: float, randoms: random.Random) -
             break
         time.sleep(randoms.uniform(0.2, 1.8) * seconds)
         workers = running.workers()
-        if len(workers) < 2 or running.process.poll() is not None:
+        if len(workers) < 2 or running.code() is not None:
             since = time.monotonic()
             continue
         rank = randoms.choice(sorted(workers))
-        loss = Loss(randoms.choice(FLAGS.kinds), rank, len(workers), running.steps[-1][1])
+        kinds = [kind for kind in FLAGS.kinds if FLAGS.machines or kind != "machine"]
+        loss = Loss(randoms.choice(kinds), rank, len(workers), running.steps[-1][1])
         count, since = len(running.resumed), time.monotonic()
-        os.kill(workers[rank], KINDS[loss.kind])
+        process, launcher = workers[rank]
+        if loss.kind == "machine":
+            running.lose(launcher, FLAGS.join_every)
+        else:
+            os.kill(process, KINDS[loss.kind])
         # Steps that were computed before may still be on their way to here.
-        while len(running.resumed) == count and running.process.poll() is None:
+        while len(running.resumed) == count and running.code() is None:
             time.sleep(0.05)
             if time.monotonic() - since > _LONGEST:
                 raise CtlError("not resumed:\n" + "\n".join(running.said[-40:]))
@@ -262,14 +315,14 @@ def main() -> None:
         model = f"tests.chaos.elastic:{'make_of_each' if fixed else 'make'}"
         alone = f"{least}..{least}", model, directories[1], FLAGS.steps, FLAGS.join_every
         with job(*alone) as undisturbed:
-            if code := undisturbed.process.wait():
+            if code := undisturbed.wait():
                 raise CtlError(f"the undisturbed job ended with {code}:\n{undisturbed.said[-9:]}")
         with job(FLAGS.workers, model, directories[0], FLAGS.steps, FLAGS.join_every) as running:
             losses = disturb(running, FLAGS.losses, FLAGS.seconds, randoms)
-            if code := running.process.wait():
+            if code := running.wait():
                 raise CtlError(f"ended with {code}:\n" + "\n".join(running.said[-40:]))
             largest = check(*directories, losses, FLAGS.steps)
-            print(f"{len(losses)} losses, {len(running.resumed)} changes of the set")
+            print(f"losses: {len(losses)}, changes of the set: {len(running.resumed)}")
             if losses:
                 longest = max(loss.seconds for loss in losses)
                 print(f"the longest time from a loss to a step: {longest:.1f} s")
@@ -289,6 +342,7 @@ if __name__ == "__main__":
         flags.DEFINE_integer("steps", 4000, "Steps of the job.")
         flags.DEFINE_float("join_every", 60.0, "Seconds until a lost worker is tried again.")
         flags.DEFINE_integer("seed", 1, "Seed of what is drawn.")
-        flags.DEFINE_list("kinds", [*KINDS], "Which losses are drawn.")
+        flags.DEFINE_list("kinds", [*KINDS, "machine"], "Which losses are drawn.")
+        flags.DEFINE_bool("machines", False, "Whether each worker has a launcher.")
         flags.DEFINE_bool("verbose", False, "Whether to print all that the job says.")
     run_command(main, __doc__ or "")

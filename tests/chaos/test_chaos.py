@@ -179,10 +179,10 @@ def run_chaos(*arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "schedules"), [pytest.param(580, 2, marks=pytest.mark.sample), (452, 4)]
+    ("first", "schedules"), [pytest.param(580, 2, marks=pytest.mark.sample), (453, 2)]
 )
 def test_schedules(tmp_path, first, schedules):
-    """The first: int, pause and slow; the others: damage, freeze, hang and kill. A machine may be
+    """The first: int, pause and slow; the others: hang, kill and pause. A machine may be
     slower than promised by a factor of 6; who is blamed does not depend on that."""
     out = tmp_path / "out.jsonl"
     done = run_chaos(
@@ -204,14 +204,14 @@ def test_schedules(tmp_path, first, schedules):
     "options",
     [
         # The number stays, so the weights have equal bits, with the masks of each replica.
-        ("--workers=2..2", "--kinds=kill", "--seed=4"),
-        ("--workers=2..3", "--kinds=kill,freeze,hang,raise"),
+        ("--workers=2..2", "--machines", "--kinds=machine"),
+        ("--workers=2..3", "--kinds=freeze"),
     ],
 )
 def test_an_elastic_job(options):
     """It is ended with 1 if anything does not hold."""
-    command = [sys.executable, "-m", "tests.chaos.elastic", "--losses=2", "--seconds=2", *options]
-    command += ["--steps=1500", "--join_every=20"]
+    command = [sys.executable, "-m", "tests.chaos.elastic", "--losses=1", "--seconds=2"]
+    command += ["--steps=1000", "--join_every=5", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "2 losses" in done.stdout
+    assert "losses: 1" in done.stdout

@@ -164,7 +164,14 @@ WRONG = [
     (("--base_batch_size=64",), "--base_batch_size has no effect without --lr_scaling"),
     (("--precision=float8",), "--precision=float8"),
     (("--flagfile=/nonexistent/no",), "/nonexistent/no"),
-    (("--data_dir=gs://bucket/data",), "--data_dir=gs://bucket/data: mount it, or copy the files"),
+    (
+        ("--dataset=mnist", "--data_dir=none://bucket/data"),
+        "none://bucket/data: fsspec knows no",
+    ),
+    (("--dataset=mnist", "--data_dir=memory://tfds"), "memory://tfds has no dataset 'mnist': prep"),
+    (("--dataset=memory://none.csv",), "memory://none.csv: there is no such file or folder"),
+    (("--dataset=memory://", "--data_cache=/tmp/a:20"), "'/tmp/a:20' is not DIRECTORY:SIZE, such"),
+    (("--data_cache=/tmp/a:1GiB",), "--data_cache has no effect without a URL as --dataset or --"),
     (("--augment=flip,mixup",), "--augment=mixup: write mixup:ALPHA"),
     (("--table_rows=10",), "--table_rows has no effect with --model=convnet: leave it out"),
     (("--model=dlrm",), "--model=dlrm takes click data, such as --dataset=./train.txt, not fashi"),
@@ -534,7 +541,7 @@ def test_own_files_are_looked_for_early(zygote_without_tensorflow, tmp_path):
         ("./none.csv", f"--dataset={Path.cwd()}/none.csv: there is no such file or folder"),
         ("none.npz", f"--dataset={Path.cwd()}/none.npz: there is no such file or folder"),
         (f"{tmp_path}/notes.doc", "is no file that ctl reads: give a file .csv, "),
-        ("gs://bucket/t.csv", "--dataset=gs://bucket/t.csv: mount it, or copy the files"),
+        ("none://bucket/t.csv", "none://bucket/t.csv: fsspec knows no none://"),
         ("tests", "there is no dataset 'tests' of TFDS: for the files of that name here, give --d"),
     ):
         assert says in one_line(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 import tiny_tfds
 
+from ctl.base.remote import AnyPath
 from ctl.data import InMemory, Streaming, load_columns, mix
 from ctl.data.clicks import ClickLines, ClickRecords
 from ctl.data.image_tars import ImageTars, index_of
-from ctl.data.sources import ImageFolder, JsonLines
+from ctl.data.sources import ImageFolder, JsonLines, mapped
 from ctl.data.tfds_source import ImageSource, find
 
 COUNT = 50
@@ -56,22 +58,24 @@ def write(root: Path) -> None:
             tar.add(root / "class", f"{n:02}.cls")
 
 
-def opened(root: Path) -> dict[str, Any]:
-    """What `write` has written, by the names in `SOURCES`."""
-    return {
-        "tfrecord": ImageSource(find("ctl_tiny_color", str(root / "tfrecord")), "train"),
-        "array_record": ImageSource(find("ctl_tiny_color", str(root / "array_record")), "train"),
-        "mapped": np.load(root / "array.npy", mmap_mode="r"),
-        "items": [{"number": n, "x": np.zeros(2)} for n in range(COUNT)],
-        "data_source": tfds.data_source(
-            "ctl_tiny_color", split="train", data_dir=root / "array_record"
+def opened(root: AnyPath, kinds: Sequence[str] = SOURCES) -> dict[str, Any]:
+    """What `write` has written, of these ``kinds``."""
+    color = "ctl_tiny_color"
+    made = {
+        "tfrecord": lambda: ImageSource(find(color, root / "tfrecord"), "train"),
+        "array_record": lambda: ImageSource(find(color, root / "array_record"), "train"),
+        "mapped": lambda: mapped(root / "array.npy"),
+        "items": lambda: [{"number": n, "x": np.zeros(2)} for n in range(COUNT)],
+        "data_source": lambda: tfds.data_source(
+            color, split="train", data_dir=root / "array_record"
         ),
-        "json": JsonLines([root / "a.jsonl", root / "b.jsonl"]),
-        "folder": ImageFolder(root / "folder", (4, 6, 3)),
-        "click_lines": ClickLines([root / "a.txt", root / "b.txt"]),
-        "click_records": ClickRecords([root / "clicks.tfrecord"]),
-        "tar": ImageTars("tar", index_of([root / "0.tar", root / "1.tar"]), (4, 6, 3)),
+        "json": lambda: JsonLines([root / "a.jsonl", root / "b.jsonl"]),
+        "folder": lambda: ImageFolder(root / "folder", (4, 6, 3)),
+        "click_lines": lambda: ClickLines([root / "a.txt", root / "b.txt"]),
+        "click_records": lambda: ClickRecords([root / "clicks.tfrecord"]),
+        "tar": lambda: ImageTars("tar", index_of([root / "0.tar", root / "1.tar"]), (4, 6, 3)),
     }
+    return {kind: made[kind]() for kind in kinds}
 
 
 def stream(root: Path, kind: str, size: int, training: bool = True) -> Streaming:
@@ -82,7 +86,7 @@ def stream(root: Path, kind: str, size: int, training: bool = True) -> Streaming
         options |= {"data_dir": str(root / "tfrecord"), "resident_limit_mib": 0}
         return load_columns(*names, split="train", **options)
     if kind != "mixture":
-        return Streaming(opened(root)[kind], **options)
+        return Streaming(opened(root, [kind])[kind], **options)
     own = np.full([9, 4, 6, 3], 100, np.uint8), np.arange(9) % 5
     parts = [
         (stream(root, part, size), weight) for part, weight in (("folder", 2), ("tfrecord", 3))

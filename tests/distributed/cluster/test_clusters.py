@@ -7,6 +7,8 @@ import copy
 import json
 import os
 import random
+import shlex
+import signal
 import socket
 import stat
 import subprocess
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from launchers import Launcher, fake_worker, launchers, until
 
 import ctl
 from ctl import launch
@@ -52,6 +55,41 @@ assert flags.FLAGS.strategy == "multi_worker"
 found = cluster.resolve(flags.FLAGS.workers, flags.FLAGS.worker_index)
 print(*found.workers, found.index)
 """
+
+
+@pytest.mark.slow
+def test_the_elastic_job_of_slurm_loses_a_task(tmp_path):
+    """In place of Python for the training, a worker that does not train."""
+    srun = tmp_path / "srun"
+    srun.write_text(
+        f"#!{sys.executable}\nimport subprocess, sys\n"
+        "assert sys.argv[1:4] == ['--no-kill', '--kill-on-bad-exit=0', '--wait=0'], sys.argv\n"
+        "tasks = [subprocess.Popen(sys.argv[4:]) for _ in range(3)]\n"
+        "sys.exit(max(task.wait() % 256 for task in tasks))\n"
+    )
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/bash\nif [[ $2 == ctl.launch ]]; then\n"
+        f'    exec {sys.executable} "${{@:1:2}}" --last_call=2 "${{@:3}}"\nfi\n'
+        f"exec {shlex.join(fake_worker(tmp_path))}\n"
+    )
+    for program in (srun, python):
+        program.chmod(stat.S_IRWXU)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(python)}
+    job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "3"}
+    script = ["env", *(f"{k}={v}" for k, v in (environ | job).items()), "bash"]
+    script += [str(FILES / "slurm_elastic.sh"), str(tmp_path / "run"), "--train_steps=10"]
+    job = Launcher(script)
+    try:
+        until(lambda: job.sizes() == [3, 3, 3])
+        os.kill(job.attempts()[0][2], signal.SIGKILL)
+        until(lambda: job.sizes() == [3, 3, 3, 2, 2])
+        (tmp_path / "end").touch()
+        assert job.code() == 0
+        assert (tmp_path / "run/rendezvous/7-0").is_dir()
+    finally:
+        job.process.kill()
+        job.process.wait()
 
 
 @pytest.fixture
@@ -145,6 +183,9 @@ def test_the_manifests_are_of_the_published_schemas():
     `onPodConditions` in each rule, which the API server does not."""
     schemas = pytest.importorskip("kubernetes_validate")
     manifests = list(documents("kubernetes_job.yaml").values())
+    for version in ("1.33", schemas.latest_version()):
+        for manifest in documents("kubernetes_elastic.yaml").values():
+            schemas.validate(manifest, version, strict=True)
     # The schema of a TFJob is Kubeflow's; that of its pods is of Kubernetes.
     worker = only(list(documents("tfjob.yaml").values()))["spec"]["tfReplicaSpecs"]["Worker"]
     pods = {"apiVersion": "v1", "kind": "PodTemplate", "template": worker["template"]}
@@ -221,6 +262,47 @@ def test_kubernetes_job(zygote, tmp_path):
         assert ("done: 10 steps" in command.stdout) == (index == 0)
 
 
+@pytest.mark.slow
+def test_the_elastic_job_of_kubernetes_loses_a_pod(tmp_path):
+    """Three of its commands, as the kubelet starts them, with workers that do not train."""
+    found = documents("kubernetes_elastic.yaml")
+    fixed = documents("kubernetes_job.yaml")
+    assert found["Service"] == fixed["Service"] and found["NetworkPolicy"] == fixed["NetworkPolicy"]
+    spec, container = found["Job"]["spec"], only(pod_of(found["Job"])["containers"])
+    assert spec["podFailurePolicy"] == fixed["Job"]["spec"]["podFailurePolicy"]
+    assert pod_of(found["Job"])["restartPolicy"] == "Never" and spec["backoffLimitPerIndex"]
+    words = container["command"] + container["args"]
+    assert words[:3] == ["python", "-m", "ctl.launch"] and "--workers=2..4" in words
+    assert spec["parallelism"] == spec["completions"] == 4
+    options = words[3 : words.index("--")]
+    training = words[words.index("--") + 1 :]
+    assert training == ["python", "-m", "ctl.train", "--strategy=multi_worker", training[-1]]
+    assert f"{training[-1]}/rendezvous" == only(of("rendezvous", options)).replace(
+        "--rendezvous", "--model_dir"
+    )
+    port = only(container["ports"])["containerPort"]
+    address = f"--address=ctl-train-$(JOB_COMPLETION_INDEX).ctl-train:{port}"
+    assert of("address", options) == [address]
+
+    changed = {of("rendezvous", options)[0]: f"--rendezvous={tmp_path}/board", address: ""}
+    options = [changed.get(option, option) for option in options]
+    options = [*filter(None, options), "--address=127.0.0.1", "--last_call=2"]
+    command = [sys.executable, *words[1:3], *options, "--", *fake_worker(tmp_path)]
+    with launchers([command] * 3) as pods:
+        pods[1].process.kill()
+        until(lambda: pods[0].sizes() == pods[2].sizes() == [3, 2])
+        (tmp_path / "end").touch()
+        assert [pod.code() for pod in (pods[0], pods[2])] == [0, 0]
+
+
+def of(name: str, options: list[str]) -> list[str]:
+    return [option for option in options if option.startswith(f"--{name}=")]
+
+
+def pod_of(job: dict) -> dict:
+    return job["spec"]["template"]["spec"]
+
+
 def test_tfjob(tmp_path):
     job = only(list(documents("tfjob.yaml").values()))
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "TFJob")
@@ -282,6 +364,7 @@ def test_dockerfile():
     worker = documents("tfjob.yaml")["TFJob"]["spec"]["tfReplicaSpecs"]["Worker"]
     for template in (
         documents("kubernetes_job.yaml")["Job"]["spec"]["template"],
+        documents("kubernetes_elastic.yaml")["Job"]["spec"]["template"],
         worker["template"],
     ):
         pod = template["spec"]

@@ -1,0 +1,210 @@
+"""ctl.launch --rendezvous."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launchers import Launcher, fake_worker, launchers, until
+
+from ctl.distributed.cluster.board import AWAY, LEFT, RUNS, WAITS, Machine, Plan, ServedBoard
+from ctl.distributed.cluster.machines import View, next_plan, verdict
+from ctl.distributed.cluster.secret import sign
+
+
+def command(directory: Path, rendezvous: str, *options: str) -> list[str]:
+    launch = [sys.executable, "-m", "ctl.launch", "--workers=2..3", "--grace=5", "--last_call=2"]
+    where = [f"--rendezvous={rendezvous}", "--address=127.0.0.1"]
+    return [*launch, *where, *options, "--", *fake_worker(directory)]
+
+
+def end(directory: Path, left: list[Launcher]) -> None:
+    (directory / "end").touch()
+    assert [one.code() for one in left] == [0] * len(left)
+
+
+def at_a_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_lost_is_done_without_and_one_that_comes_joins(tmp_path):
+    """The first, since the board is a directory."""
+    board = f"{tmp_path}/board"
+    with launchers([command(tmp_path, board, "--join_every=1")] * 3) as three:
+        gone = three.pop(0)
+        gone.process.kill()
+        until(lambda: all(one.sizes() == [3, 2] for one in three))
+        assert [one.attempts()[1][0] for one in three] == [0, 1]  # in the order of before
+        came = Launcher(command(tmp_path, board))
+        three.append(came)
+        until(lambda: came.sizes() == [3])
+        assert [one.attempts()[-1][:2] for one in three] == [(0, 3), (1, 3), (2, 3)]
+        assert "can join: the workers are asked to save and end" in three[0].said
+        end(tmp_path, three)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "says"), [(signal.SIGKILL, "died of SIGKILL"), (signal.SIGSTOP, "is frozen")]
+)
+def test_a_worker_that_is_lost_leaves_its_machine_away_for_a_while(tmp_path, how, says):
+    """The launcher of one that is frozen hears of it from the others."""
+    with launchers([command(tmp_path, at_a_port(), "--join_every=3")] * 3) as three:
+        os.kill(three[1].attempts()[0][2], how)
+        until(lambda: three[1].sizes() == [3, 3])
+        assert three[0].sizes() == three[2].sizes() == [3, 2, 3]
+        assert f"worker 1 {says}: this machine is away for 3 s" in three[1].said
+        end(tmp_path, three)
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_stopped_leaves_and_the_others_go_on(tmp_path):
+    with launchers([command(tmp_path, at_a_port())] * 3) as three:
+        three[2].process.send_signal(signal.SIGTERM)
+        assert three[2].code() == 42
+        until(lambda: three[0].sizes() == three[1].sizes() == [3, 2])
+        # Whoever stops a worker, not its launcher, stops the job.
+        os.kill(three[1].attempts()[-1][2], signal.SIGTERM)
+        assert [one.code() for one in three[:2]] == [42, 42]
+
+
+@pytest.mark.slow
+def test_too_few_wait_for_others_and_give_up(tmp_path):
+    with launchers([command(tmp_path, f"{tmp_path}/board", "--join_timeout=3")] * 2) as two:
+        two[0].process.kill()
+        assert two[1].code() == 5
+        assert re.search(r"1 of at least 2 machines came: \S+; start the launchers", two[1].said)
+
+
+@pytest.mark.slow
+def test_a_board_that_another_job_has_used(tmp_path):
+    """Its plans and machines are not taken for those of this job."""
+    board = f"{tmp_path}/board"
+    with launchers([command(tmp_path, board)] * 2) as two:
+        end(tmp_path, two)
+    (tmp_path / "end").unlink()
+    with launchers([command(tmp_path, board)] * 3) as three:
+        end(tmp_path, three)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            ["--rendezvous=host"],
+            "--rendezvous=host is neither a directory, with a /, nor HOST:PORT",
+        ),
+        (["--rendezvous=no.such.invalid:2222"], "no.such.invalid is not found"),
+        (["--rendezvous=/proc/no"], "cannot make /proc/no"),
+        (["--address=host0"], "--address has no effect without --rendezvous"),
+        (["--workers=2", "--rendezvous=./r"], "--rendezvous needs --workers=LEAST..MOST"),
+    ],
+)
+def test_what_cannot_work_is_one_line(options, says):
+    command = [sys.executable, "-m", "ctl.launch", "--workers=1..2", *options, "--", "true"]
+    environ = {**os.environ, "CTL_JOB_SECRET": "x"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert says in done.stderr
+
+
+def test_a_rendezvous_needs_a_secret(tmp_path):
+    command = [sys.executable, "-m", "ctl.launch", "--workers=1..2", f"--rendezvous={tmp_path}"]
+    environ = {name: value for name, value in os.environ.items() if name != "CTL_JOB_SECRET"}
+    done = subprocess.run(
+        [*command, "--", "true"], capture_output=True, text=True, timeout=60, env=environ
+    )
+    assert done.returncode == 2 and "--rendezvous needs CTL_JOB_SECRET" in done.stderr
+
+
+def view(*machines: Machine, plan: Plan, lost: str = "") -> View:
+    there = frozenset(m.name for m in machines if m.state != LEFT and m.name not in lost.split())
+    return View(plan, {machine.name: machine for machine in machines}, there)
+
+
+def machine(name: str, state: str = WAITS, code: int = 5, plan: int = 1, **more) -> Machine:
+    return Machine(name, f"{name}:1", state, plan, code, **more)
+
+
+PLAN = Plan(1, ("b", "a"), ("b:1", "a:1"))
+
+
+def planned(seen: View, **more):
+    bounds = {"waited": 0.0, "last_call": 5.0, "lasted": False, **more}
+    plan = next_plan(seen, 2, 3, **bounds)
+    return plan and (plan.members, plan.failures)
+
+
+def test_plans():
+    """The rules, one by one."""
+    a, b, c = (machine(name, trained=True) for name in "abc")
+    new = dataclasses.replace(c, plan=0, code=-1)
+    assert planned(view(a, b, c, plan=Plan())) == (("a", "b", "c"), 0)
+    first = view(a, b, plan=Plan())
+    assert planned(first) is None and planned(first, waited=5.0) == (("a", "b"), 0)
+    # All are there and have lost each other; nobody has trained, so it counts.
+    assert planned(view(a, b, plan=PLAN)) == (("b", "a"), 0)
+    fresh = [dataclasses.replace(one, trained=False) for one in (a, b)]
+    assert planned(view(*fresh, plan=PLAN)) == (("b", "a"), 1)
+    tried = dataclasses.replace(PLAN, failures=2)
+    assert planned(view(*fresh, plan=tried)) == (("b", "a"), 3)
+    assert planned(view(*fresh, plan=tried), lasted=True) == (("b", "a"), 1)
+    # One is lost: a newcomer takes its place, or those that are away are tried again.
+    assert planned(view(a, b, new, plan=PLAN, lost="b")) == (("a", "c"), 0)
+    assert planned(view(a, b, plan=PLAN, lost="b")) is None
+    away = dataclasses.replace(b, state=AWAY, code=1)
+    assert planned(view(a, away, plan=PLAN)) == (("b", "a"), 1)
+    assert planned(view(a, away, new, plan=PLAN)) == (("a", "c"), 0)
+
+
+def test_verdicts():
+    a, b = machine("a"), machine("b")
+    assert verdict(view(a, b, plan=PLAN)) is None
+    runs = dataclasses.replace(b, state=RUNS, code=-1)
+    for code, wanted in ((2, 2), (3, 3), (0, None), (42, None)):
+        assert verdict(view(dataclasses.replace(a, code=code), runs, plan=PLAN)) == wanted
+    # The chief, "b", writes.
+    assert verdict(view(a, dataclasses.replace(b, code=0), plan=PLAN)) == 0
+    assert verdict(view(dataclasses.replace(a, code=0), b, plan=PLAN)) is None
+    stopped = [dataclasses.replace(one, code=42) for one in (a, b)]
+    assert verdict(view(*stopped, plan=PLAN)) == 42
+    left = dataclasses.replace(stopped[0], state=LEFT)
+    joins = dataclasses.replace(stopped[1], joins=True)
+    assert verdict(view(left, stopped[1], plan=PLAN)) is None
+    assert verdict(view(stopped[0], joins, plan=PLAN)) is None
+
+
+def test_strangers_change_nothing(monkeypatch):
+    monkeypatch.setenv("CTL_JOB_SECRET", "ours")
+    place = at_a_port()
+    served = ServedBoard(place)
+    try:
+        mine = machine("a", code=-1)
+        assert served.exchange(mine) == ({"a": mine}, Plan())
+        plan = Plan(1, ("a",), ("a:1",))
+        assert served.exchange(mine, plan)[1] == plan
+        other = Plan(1, ("b",), ("b:1",))
+        assert served.exchange(mine, other)[1] == plan  # the first of a number counts
+        monkeypatch.setenv("CTL_JOB_SECRET", "theirs")
+        forged = sign(json.dumps([json.dumps(dataclasses.asdict(machine("b"))), ""])) + b"\n"
+        monkeypatch.setenv("CTL_JOB_SECRET", "ours")
+        host, _, port = place.partition(":")
+        for line in (b"\n", forged, b"\xff\n", sign("[1]") + b"\n", b"0" * 32 + b" [1]\n"):
+            with socket.create_connection((host, int(port)), 5) as stranger:
+                stranger.sendall(line)
+                assert stranger.recv(100) == b""
+        odd = dataclasses.replace(mine, name="b", address="no address")
+        assert served.exchange(odd) == ({"a": mine}, plan)
+    finally:
+        served.close()
