@@ -96,7 +96,7 @@ class Shards:
         """
         with tf.control_dependencies([_check_inside(numbers, self.rows)]):
             numbers = tf.identity(numbers)
-        return fetch_rows(numbers, read, copy_here(self._own).value())
+        return fetch_rows(numbers, read, copy_here(self._own).value(), self.rows)
 
     def from_outside(self, look_up: Read) -> Read:
         """Returns ``look_up``, which all replicas must call, for code outside of

@@ -22,7 +22,7 @@ from ctl.base.units import size_text
 from ctl.distributed import replicas, workers
 from ctl.errors import UsageError
 from ctl.phases.deferred import Deferred, Rule, rule_of
-from ctl.phases.optimizers import read_rows, slots_of, update_rows
+from ctl.phases.optimizers import optimizer_of, read_rows, slots_of, update_rows
 from ctl.phases.shards import Shards, Split
 from ctl.reduce import densify, sum_rows
 
@@ -119,7 +119,7 @@ class Table:
         if _in_replica():
             raise UsageError(
                 f"{self.variable.path} is used other than by lookups, and split over the replicas: "
-                "leave embedding_plan=sharded (--embedding_plan=sharded) out"
+                "give embedding_plan=replicated (--embedding_plan=replicated)"
             )
         return self.whole.all_rows()
 
@@ -163,13 +163,13 @@ class Tables:
         self._of: dict[int, Table] = {}  # by the id of their tf.Variable
         self._over_workers = workers.is_multi_worker(step.strategy)
         by_way: dict[str, list[tuple[str, int]]] = {}
-        for variable, layers in _tables_of(step):
+        for variable, layers in tables_of(step):
             parts = shards.get(id(variable))
             if not parts and not _is_wanted(step, variable):
                 continue
             optimizer = step.updater.group_of(variable).optimizer
             size = _bytes_of(variable) if parts is None else parts.bytes
-            rule = _why_dense(step, variable, layers) or rule_of(optimizer, variable)
+            rule = why_dense(step, step.strategy, variable, layers) or rule_of(optimizer, variable)
             if isinstance(rule, Rule) and step.sparse_rows == "auto":
                 rule = (
                     f"{type(optimizer).__name__} moves rows that have no gradient, which "
@@ -309,7 +309,8 @@ class Tables:
 @contextlib.contextmanager
 def split_tables(step: Any) -> Iterator[dict[int, Shards]]:
     """Takes over the tables of ``step``'s model from an earlier step. With
-    ``embedding_plan="sharded"``, splits those that ``sparse_rows`` wants by rows over the replicas.
+    ``embedding_plan="sharded"``, splits those that ``sparse_rows`` wants by rows over the replicas;
+    with ``"auto"``, those that the plan says.
     If something is raised inside, they become whole again. All workers must call it.
 
     Yields:
@@ -322,11 +323,17 @@ def split_tables(step: Any) -> Iterator[dict[int, Shards]]:
         if isinstance(layer, keras.layers.Embedding) and layer.built:
             _release(layer)
     shards: dict[int, Shards] = {}
-    tables = _tables_of(step) if step.embedding_plan == "sharded" else []
+    tables = tables_of(step) if step.embedding_plan != "replicated" else []
+    split = _planned(step, "split") if step.embedding_plan == "auto" else None  # None: all
     try:
         for variable, layers in tables:
-            if step.strategy.num_replicas_in_sync > 1 and _is_wanted(step, variable):
-                _check_splits(step, variable, layers)
+            wanted = _is_wanted(step, variable) if split is None else variable.path in split
+            if step.strategy.num_replicas_in_sync > 1 and wanted:
+                if why := why_whole(step, step.strategy, variable, layers):
+                    raise UsageError(
+                        f"layer {layers[0].name} cannot be split over the replicas, because {why}: "
+                        "give embedding_plan=replicated (--embedding_plan=replicated)"
+                    )
                 shards[id(variable)] = Shards(variable, step.strategy)
         if step.embedding_plan == "sharded" and not shards:
             logging.warning("embedding_plan=sharded splits no table: %s", _why_none(step, tables))
@@ -353,12 +360,19 @@ def _bytes_of(table: keras.Variable) -> int:
 
 
 def _is_wanted(step: Any, table: keras.Variable) -> bool:
-    """Whether ``sparse_rows`` wants ``table`` to be trained by rows, if it can be."""
+    """Whether ``sparse_rows``, or the plan, wants ``table`` to be trained by rows, if it can be."""
+    if step.table_plan:
+        return table.path in _planned(step, "by rows", "split")
     large = _bytes_of(table) >= LEAST_BYTES
     return step.sparse_rows == "on" or (large and step.sparse_rows == "auto")
 
 
-def _tables_of(step: Any) -> list[tuple[keras.Variable, list[keras.layers.Embedding]]]:
+def _planned(step: Any, *ways: str) -> set[str]:
+    """The paths of the tables for which ``embedding_plan="auto"`` has chosen one of ``ways``."""
+    return {one.name for one in step.table_plan if one.how in ways}
+
+
+def tables_of(step: Any) -> list[tuple[keras.Variable, list[keras.layers.Embedding]]]:
     """The tables that ``step`` trains, with their layers."""
     trained = {id(variable) for variable in step.model.trainable_variables}
     found: dict[int, list[keras.layers.Embedding]] = {}
@@ -377,22 +391,18 @@ def _release(layer: keras.layers.Embedding) -> None:
         variable._table.release()
 
 
-def _check_splits(step: Any, table: keras.Variable, layers: Sequence[Any]) -> None:
-    """Raises `UsageError` if ``table`` of ``layers`` cannot be split."""
-    optimizers = step.optimizer
-    if isinstance(optimizers, keras.optimizers.Optimizer):
-        optimizers = [(optimizers,)]
-    groups = optimizers.values() if isinstance(optimizers, Mapping) else optimizers
-    why = _why_dense(step, table, layers)
+def why_whole(
+    step: Any,
+    strategy: tf.distribute.Strategy,
+    table: keras.Variable,
+    layers: Sequence[keras.layers.Embedding],
+) -> str | None:
+    """Why ``table`` of ``layers`` cannot be split; None if it can be, or its optimizer decides."""
     if step.accumulate_steps > 1:
-        why = "micro-batches run in a loop, in which TensorFlow has no collectives of replicas"
-    elif any(group[0].built for group in groups):
-        why = "its optimizer was built before the step, with the whole table"
-    if why:
-        raise UsageError(
-            f"layer {layers[0].name} cannot be split over the replicas, because {why}: leave "
-            "embedding_plan=sharded (--embedding_plan=sharded) out"
-        )
+        return "micro-batches run in a loop, in which TensorFlow has no collectives of replicas"
+    if optimizer_of(step.optimizer, table).built:
+        return "its optimizer was built before the step, with the whole table"
+    return why_dense(step, strategy, table, layers)
 
 
 def _why_none(step: Any, tables: Sequence[Any]) -> str:
@@ -404,8 +414,11 @@ def _why_none(step: Any, tables: Sequence[Any]) -> str:
     return f"none has {least}; sparse_rows=on (--sparse_rows=on) takes smaller ones, too"
 
 
-def _why_dense(
-    step: Any, table: keras.Variable, layers: Sequence[keras.layers.Embedding]
+def why_dense(
+    step: Any,
+    strategy: tf.distribute.Strategy,
+    table: keras.Variable,
+    layers: Sequence[keras.layers.Embedding],
 ) -> str | None:
     """Why ``table`` is trained as a whole, whatever its optimizer; None if by rows."""
     for layer in layers:
@@ -421,9 +434,9 @@ def _why_dense(
         return "ema_decay averages all rows"
     if step.log_norms:
         return "log_norms takes the norms of all rows"
-    if replicas.has_one_copy(step.strategy):
+    if replicas.has_one_copy(strategy):
         return "the strategy keeps one copy of each variable"
-    if isinstance(step.strategy, tf.distribute.TPUStrategy):
+    if isinstance(strategy, tf.distribute.TPUStrategy):
         return "the device is a TPU"
     for method in _OF_GRADIENTS:
         if step.overrides(method):

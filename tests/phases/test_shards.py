@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 
 import keras
@@ -50,20 +51,35 @@ def test_equals_whole_tables(mirrored, dense, optimizer, replicas):
     )
 
 
-@pytest.mark.slow
-def test_equals_them_on_two_workers(mirrored, dense, job, tmp_path):
+@pytest.fixture(scope="module")
+def two_workers(job, tmp_path_factory):
+    """What two workers left, see tables_worker.py."""
+    directory = tmp_path_factory.mktemp("workers")
+    run_job(job, directory, "sharded", program=SUPPORT / "tables_worker.py")
+    return directory
+
+
+def test_equals_them_on_two_workers(mirrored, dense, two_workers):
     """Through a resume. A checkpoint of two workers is read by one, whole."""
-    run_job(job, tmp_path, "sharded", program=SUPPORT / "tables_worker.py")
     for optimizer, want in dense.items():
-        directory = tmp_path / f"{optimizer} shards"
+        directory = two_workers / f"{optimizer} shards"
         reader = Reader(directory)
         assert_close([reader[name] for name in list(reader)[: len(want)]], want)
         loop = make(mirrored(1), optimizer, "on", checkpoints=str(directory))
         loop.restore()
         assert_close(loop.step.model.get_weights(), want)
         for index in range(2):
-            loss = float(np.load(tmp_path / f"{optimizer} loss {index}.npy"))
+            loss = float(np.load(two_workers / f"{optimizer} loss {index}.npy"))
             np.testing.assert_allclose(loss, loop.evaluate()["loss"], rtol=1e-5)
+
+
+def test_the_wire_carries_what_the_plan_of_tables_says(two_workers):
+    """By Linux's count of each worker's own sockets: by rows, then split."""
+    for index in range(2):
+        found = json.loads((two_workers / f"wire {index}.json").read_text())
+        assert [one["how"] for one in found] == ["by rows", "split"]
+        for one in found:
+            assert 0.95 < one["counted"] / one["planned"] < 1.05, one
 
 
 @pytest.mark.slow
