@@ -22,8 +22,9 @@ from ctl.base.units import size_text
 from ctl.distributed import replicas, workers
 from ctl.errors import UsageError
 from ctl.phases.deferred import Deferred, Rule, rule_of
+from ctl.phases.fetching import fetch_first, fetched, unfetch
 from ctl.phases.optimizers import optimizer_of, read_rows, slots_of, update_rows
-from ctl.phases.shards import Shards, Split
+from ctl.phases.shards import Shards, Split, Wanted, look_up
 from ctl.reduce import densify, sum_rows
 
 # Of a smaller table, a dense gradient costs less than to find the rows (benchmarks/README.md).
@@ -91,9 +92,17 @@ class Table:
         if not self.shards:
             rows = self.read(numbers)
         elif _in_replica():
-            rows = self.shards.look_up(tf.cast(numbers, tf.int64), self.read)
+            (rows,) = look_up([self.wanted(tf.cast(numbers, tf.int64))])
         else:
             return self._from_outside(tf.cast(numbers, tf.int64))
+        return self.with_gradient(numbers, rows)
+
+    def wanted(self, numbers: tf.Tensor) -> Wanted:
+        """Rows ``numbers`` of a table that is split, for `look_up` of `shards`."""
+        return Wanted(self.shards, numbers, self.read)
+
+    def with_gradient(self, numbers: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+        """Returns ``rows``, whose gradient is that of rows ``numbers`` of this replica's table."""
         return _with_rows(copy_here(self.variable._value), numbers, rows)
 
     def update(self, optimizer: Any, gradient: tf.IndexedSlices) -> None:
@@ -163,6 +172,7 @@ class Tables:
         self._of: dict[int, Table] = {}  # by the id of their tf.Variable
         self._over_workers = workers.is_multi_worker(step.strategy)
         by_way: dict[str, list[tuple[str, int]]] = {}
+        split: list[keras.layers.Embedding] = []
         for variable, layers in tables_of(step):
             parts = shards.get(id(variable))
             if not parts and not _is_wanted(step, variable):
@@ -192,6 +202,8 @@ class Tables:
             self._of[id(variable.value)] = table
             for layer in layers:
                 vars(layer)["call"] = _Lookup(layer)
+            split += layers if parts else []
+        fetch_first(step.tracked.layer, split)
         for way, tables in by_way.items():
             names, size = names_of([path for path, _ in tables]), sum(n for _, n in tables)
             logging.info("embeddings %s, %s: %s", names, size_text(size), way)
@@ -320,6 +332,7 @@ def split_tables(step: Any) -> Iterator[dict[int, Shards]]:
         UsageError: such a table cannot be split.
     """
     for layer in replicas.layers_of(step.tracked.layer):
+        unfetch(layer)
         if isinstance(layer, keras.layers.Embedding) and layer.built:
             _release(layer)
     shards: dict[int, Shards] = {}
@@ -482,15 +495,27 @@ class _Lookup:
             return self._call(inputs, *args, **options)
         return tf.ragged.map_flat_values(self._rows, inputs)
 
-    def _rows(self, ids: tf.Tensor) -> tf.Tensor:
-        layer, variable = self._layer, self._layer._embeddings
+    @property
+    def split_table(self) -> Table | None:
+        """The table, if it is split, and all replicas are here to look up rows."""
+        here = self.is_split and _in_replica() and not _in_stateless_scope()
+        return self._table if here else None
+
+    def numbers(self, ids: tf.Tensor) -> tf.Tensor:
+        """The rows that ``ids`` mean to Keras."""
         ids = ids if ids.dtype in (tf.int32, tf.int64) else tf.cast(ids, tf.int32)
-        ids = tf.where(ids < 0, ids + layer.input_dim, ids)  # as Keras
+        return tf.where(ids < 0, ids + self._layer.input_dim, ids)
+
+    def _rows(self, ids: tf.Tensor) -> tf.Tensor:
+        layer, variable, ids = self._layer, self._layer._embeddings, self.numbers(ids)
         if self._table is None:
             # Keras casts the public `value` where it casts by itself.
             return tf.cast(copy_here(variable._value).sparse_read(ids), layer.compute_dtype)
-        numbers, places = tf.unique(tf.reshape(ids, [-1]))
-        rows = tf.gather(self._table.look_up(numbers), places)
+        if rows := fetched(layer):
+            rows = rows.look_up(tf.cast(tf.reshape(ids, [-1]), tf.int64))
+        else:
+            numbers, places = tf.unique(tf.reshape(ids, [-1]))
+            rows = tf.gather(self._table.look_up(numbers), places)
         rows = tf.reshape(rows, tf.concat([tf.shape(ids), variable._value.shape[1:]], 0))
         rows = tf.ensure_shape(rows, [*ids.shape, *variable._value.shape[1:]])
         return tf.cast(rows, layer.compute_dtype)

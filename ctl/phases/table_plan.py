@@ -20,10 +20,12 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from ctl.base.tf_internals import gpu_memory_limits
 from ctl.base.units import size_text
 from ctl.data.global_batches import read_again
 from ctl.distributed import workers
 from ctl.phases.deferred import rule_of
+from ctl.phases.fetching import ids_of
 from ctl.phases.optimizers import optimizer_of, slots_of
 from ctl.phases.plan.plan import TableWay, lines_of
 from ctl.phases.sparse_rows import LEAST_BYTES, tables_of, why_dense, why_whole
@@ -36,8 +38,8 @@ class _Looked(NamedTuple):
     """How many rows of a table the replicas look up in one batch; of each, the most of a replica.
 
     Attributes:
-        each: distinct rows of each lookup, one after the other.
-        own: rows that any replica looks up, and the replica has if the table is split.
+        each: numbers to fetch: distinct rows of each lookup, or of all that are fetched together.
+        own: of the rows to fetch for any replica, those that the replica has if the table is split.
         rows: distinct rows of all lookups.
     """
 
@@ -135,10 +137,7 @@ def _available(strategy: tf.distribute.Strategy) -> int:
     """Bytes of memory of this worker that nothing uses, of all its replicas together. Of GPUs, what
     TensorFlow may take."""
     if "GPU" in strategy.extended.worker_devices[0].upper():
-        from tensorflow.python.client import device_lib
-
-        limits = [d.memory_limit for d in device_lib.list_local_devices() if d.device_type == "GPU"]
-        return min(limits) * len(strategy.extended.worker_devices)
+        return min(gpu_memory_limits()) * len(strategy.extended.worker_devices)
     lines = Path("/proc/meminfo").read_text("ascii").splitlines()
     free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     with contextlib.suppress(OSError, ValueError):  # no limit is the word "max"
@@ -168,13 +167,14 @@ def _looked_up(
     except Exception as error:  # of a model that takes something else
         logging.info("what a batch looks up is not known: %r", error)
         return None
-    for variable, _ in tables:
+    for variable, layers in tables:
         lookups = ids[variable.path]
-        here = [np.array_split(one, max(1, round(len(one) * count / size))) for one in lookups]
-        each = [sum(len(np.unique(part)) for part in parts) for parts in zip(*here, strict=True)]
-        rows = [
-            len(np.unique(np.concatenate([*map(np.ravel, p)]))) for p in zip(*here, strict=True)
-        ]
+        parts = [np.array_split(one, max(1, round(len(one) * count / size))) for one in lookups]
+        joined = [np.concatenate([*map(np.ravel, some)]) for some in zip(*parts, strict=True)]
+        if lookups and all(ids_of(step.model, layer) for layer in layers):  # fetched together
+            lookups, parts = [np.concatenate(joined)], [joined]
+        each = [sum(len(np.unique(one)) for one in some) for some in zip(*parts, strict=True)]
+        rows = [len(np.unique(one)) for one in joined]
         bounds = [number * variable.shape[0] // count for number in range(count + 1)]
         own = sum(np.histogram(np.unique(one), bounds)[0] for one in lookups)
         found[variable.path] = _Looked(*(int(np.max(x, initial=0)) for x in (each, own, rows)))
