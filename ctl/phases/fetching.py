@@ -80,7 +80,7 @@ class FetchFirst:
     def _fetched(self, inputs: Any) -> dict[int, Fetched]:
         """The rows of the table of each layer, by the layer's id."""
         lookups = [vars(layer).get("call") for layer in self._layers]
-        tables = [getattr(lookup, "split_table", None) for lookup in lookups]
+        tables: list[Any] = [getattr(lookup, "split_table", None) for lookup in lookups]
         if None in tables or not all(isinstance(x, tf.Tensor) for x in tf.nest.flatten(inputs)):
             return {}
         of: dict[int, list[tf.Tensor]] = {}

@@ -99,7 +99,8 @@ class Table:
 
     def wanted(self, numbers: tf.Tensor) -> Wanted:
         """Rows ``numbers`` of a table that is split, for `look_up` of `shards`."""
-        return Wanted(self.shards, numbers, self.read)
+        shards: Any = self.shards
+        return Wanted(shards, numbers, self.read)
 
     def with_gradient(self, numbers: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
         """Returns ``rows``, whose gradient is that of rows ``numbers`` of this replica's table."""
