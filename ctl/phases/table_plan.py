@@ -57,6 +57,8 @@ def plan_tables(step: Any, strategy: tf.distribute.Strategy, dataset: Any) -> No
         return
     order = {id(variable): n for n, variable in enumerate(step.model.trainable_variables)}
     tables = sorted(tables_of(step), key=lambda table: order[id(table[0])])
+    if not tables:
+        return
     found = _looked_up(step, dataset, strategy.num_replicas_in_sync, tables)
     mine = json.dumps([found, _available(strategy)]).encode()
     texts = workers.all_gather(strategy, mine, "planning the embedding tables")
