@@ -82,6 +82,7 @@ from ctl.phases.loss_accumulator import CallResult, LossAccumulator, no_losses
 from ctl.phases.observer import NO_OBSERVER
 from ctl.phases.plan.collectives import plan_of_step
 from ctl.phases.plan.plan import Plan
+from ctl.phases.table_plan import plan_tables
 from ctl.phases.trace_guards import TraceKey
 from ctl.reduce import SUM
 from ctl.schedule.patience import check_watched, remembered
@@ -261,6 +262,7 @@ class Loop:
         with workers.watching_variables(self.strategy):
             build_model(step, self.strategy, self.dataset)
         step.check_labels(self.dataset)
+        plan_tables(step, self.strategy, self.dataset)
         with workers.watching_variables(self.strategy):
             step.build(self.strategy, schedule)
         self.state = TrainState(step, self.dataset, self.eval_actions)

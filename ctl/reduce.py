@@ -152,7 +152,7 @@ def sum_rows(
             rows, values = _summed(rows, values)
         if context.num_replicas_in_sync > 1:
             with tf.name_scope(ROWS):
-                rows = context.all_gather(rows, axis=0, options=options)
+                rows = _gathered_numbers(rows, int(first[-1]), options)
                 values = context.all_gather(values, axis=0, options=options)  # <- here
         rows, values = _summed(rows, values)
         parts = [rows], [values]
@@ -164,7 +164,7 @@ def sum_rows(
     return sums
 
 
-def fetch_rows(numbers: tf.Tensor, read: Read, own: tf.Tensor) -> tf.Tensor:
+def fetch_rows(numbers: tf.Tensor, read: Read, own: tf.Tensor, count: int) -> tf.Tensor:
     """Returns rows of a table of which each replica holds a part. Call it on all replicas, in
     replica context.
 
@@ -176,17 +176,26 @@ def fetch_rows(numbers: tf.Tensor, read: Read, own: tf.Tensor) -> tf.Tensor:
         numbers: of the rows that this replica needs, int64 [m]. m may differ between replicas.
         read: returns rows that this replica holds, [k, d], by their places in its part, int64 [k].
         own: first and last (exclusive) row of the part, int64 [2]. The parts follow each other.
+        count: number of rows of the table.
 
     Returns:
         [m, d].
     """
     context, now = tf.distribute.get_replica_context(), _PASS.get(_OUTSIDE)
     with tf.name_scope(ROWS):
-        wanted, _ = tf.unique(context.all_gather(numbers, axis=0, options=now.options))
+        wanted, _ = tf.unique(_gathered_numbers(numbers, count, now.options))
         wanted = tf.sort(wanted)  # as the parts follow each other
         mine = tf.boolean_mask(wanted, (wanted >= own[0]) & (wanted < own[1]))
         rows = context.all_gather(read(mine - own[0]), axis=0, options=now.options)  # <- here
     return tf.gather(rows, tf.searchsorted(wanted, numbers))
+
+
+def _gathered_numbers(numbers: tf.Tensor, count: int, options: Any) -> tf.Tensor:
+    """The ``numbers`` of all replicas, int64, which are less than ``count``: sent as int32 if they
+    fit."""
+    sent = tf.cast(numbers, tf.int32 if count <= tf.int32.max else tf.int64)
+    gathered = tf.distribute.get_replica_context().all_gather(sent, axis=0, options=options)
+    return tf.cast(gathered, tf.int64)
 
 
 def _summed(rows: tf.Tensor, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -45,6 +45,7 @@ from ctl.phases.losses import cross_entropy
 from ctl.phases.norms import global_norm
 from ctl.phases.observer import NO_OBSERVER, Observer
 from ctl.phases.optimizers import Optimizers, from_name
+from ctl.phases.plan.plan import TableWay
 from ctl.phases.seeds import Seeds
 from ctl.phases.sparse_rows import Tables, split_tables
 from ctl.phases.statistics import Statistics, StatisticsSnapshot
@@ -92,8 +93,9 @@ class TrainStep(BaseStep):
         jit_update: compiles the update with XLA, see `ctl.phases.apply.Updater`.
         sparse_rows: which embedding tables are trained by rows: ``"auto"``, ``"on"`` or ``"off"``,
             see `ctl.phases.sparse_rows.Tables`.
-        embedding_plan: where these tables are: ``"replicated"``, on every replica; or
+        embedding_plan: where these tables are: ``"replicated"``, on every replica;
             ``"sharded"``: their rows are split over all replicas, see `ctl.phases.shards`.
+            ``"auto"`` decides for each table, see `ctl.phases.table_plan`.
         random_seed: seed of the run, see `seed`.
         own: values of the options that a subclass declares, see `ctl.option`.
 
@@ -153,6 +155,7 @@ class TrainStep(BaseStep):
         self.sparse_rows = sparse_rows
         check_name("embedding_plan", embedding_plan, EMBEDDING_PLANS)
         self.embedding_plan = embedding_plan
+        self.table_plan: tuple[TableWay, ...] = ()  # of `ctl.phases.table_plan`
         self.seeds = Seeds(random_seed)
         self.strategy: Any = None
         self.observer: Observer = NO_OBSERVER

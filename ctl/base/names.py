@@ -51,7 +51,7 @@ OF_CLASSES = {"cross_entropy", "sparse_categorical_crossentropy", "SparseCategor
 KERAS_LOSSES |= {kind: kind for kind in KERAS_LOSSES.values()}
 WEIGHTINGS = ("examples", "sum_of_weights")
 SPARSE_ROWS = ("auto", "on", "off")
-EMBEDDING_PLANS = ("replicated", "sharded")
+EMBEDDING_PLANS = ("replicated", "sharded", "auto")
 SCALING_RULES = ("none", "linear", "sqrt")
 STRATEGIES = (
     *("auto", "one_device", "mirrored", "central_storage", "tpu", "default", "multi_worker"),

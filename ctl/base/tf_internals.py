@@ -256,3 +256,10 @@ def devices_without_autotuning() -> Iterator[None]:
     finally:
         if create:
             module._create_device_dataset = create
+
+
+def gpu_memory_limits() -> list[int]:
+    """Bytes that TensorFlow may take of each GPU."""
+    from tensorflow.python.client import device_lib
+
+    return [d.memory_limit for d in device_lib.list_local_devices() if d.device_type == "GPU"]

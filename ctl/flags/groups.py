@@ -513,7 +513,9 @@ def define_step_flags() -> None:
             names.EMBEDDING_PLANS,
             "Where the tables that are trained by rows are. replicated: whole on every replica. "
             "sharded: split over all replicas, so that each holds a part of the rows and of their "
-            "optimizer's variables; lookups take two more gathers for each table.",
+            "optimizer's variables; lookups take two more gathers. auto: split, the "
+            "largest first, if they do not fit in memory; else by rows, or dense if that is less "
+            "to send. It reads a batch, and the log has the plan.",
         )
         define(
             "bytes_per_pack",

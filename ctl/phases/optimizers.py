@@ -427,6 +427,16 @@ def _of_models(optimizers: Mapping[str, Any], model: Any) -> dict[str, tuple[Any
     return groups
 
 
+def optimizer_of(optimizers: Optimizers, variable: keras.Variable) -> keras.optimizers.Optimizer:
+    """The optimizer that trains ``variable``, before `make_groups`; the first if none does."""
+    if isinstance(optimizers, keras.optimizers.Optimizer):
+        return optimizers
+    entries = [*(optimizers.values() if isinstance(optimizers, Mapping) else optimizers)]
+    groups = [_group(*entry[:2], None) for entry in entries]
+    own = [g for g in groups if any(v is variable for v in g.variables)]
+    return (own or groups)[0].optimizer
+
+
 def make_groups(
     optimizers: Optimizers,
     model_variables: Sequence[keras.Variable],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -87,17 +87,6 @@ class Shards:
         places = tf.boolean_mask(gradient.indices, mine) - first
         return tf.IndexedSlices(tf.boolean_mask(gradient.values, mine), places)
 
-    def look_up(self, numbers: tf.Tensor, read: Read) -> tf.Tensor:
-        """Returns rows ``numbers`` of the table. Call it on all replicas, in replica context.
-
-        Args:
-            numbers: int64 [m]. m may differ between replicas.
-            read: of this replica's rows.
-        """
-        with tf.control_dependencies([_check_inside(numbers, self.rows)]):
-            numbers = tf.identity(numbers)
-        return fetch_rows(numbers, read, copy_here(self._own).value())
-
     def from_outside(self, look_up: Read) -> Read:
         """Returns ``look_up``, which all replicas must call, for code outside of
         `tf.distribute.Strategy.run`. Raises as `require_one_worker`."""
@@ -128,6 +117,50 @@ class Shards:
                 "ctl.Evaluator can call the model, and nothing else can read it: load a checkpoint "
                 "into another model, with ctl.checkpoint.load_weights"
             )
+
+
+class Wanted(NamedTuple):
+    """Rows of a table that this replica needs.
+
+    Attributes:
+        shards: how the table is split.
+        numbers: of the rows, int64 [m]. m may differ between replicas.
+        read: reads this replica's rows.
+    """
+
+    shards: Shards
+    numbers: tf.Tensor
+    read: Read
+
+
+def look_up(wanted: Sequence[Wanted]) -> list[tf.Tensor]:
+    """Returns rows of tables of one width and type, [m, d] for each, in one `fetch_rows`. Call it
+    on all replicas, in replica context.
+
+    On the way, the tables are one: first all rows of replica 0, table by table, then those of
+    replica 1, and so on.
+    """
+    bounds = np.array([one.shards.bounds for one in wanted])  # [tables, replicas, 2]
+    starts, sizes = bounds[..., 0], bounds[..., 1] - bounds[..., 0]
+    ends = np.cumsum(sizes.T).reshape(sizes.T.shape).T  # [tables, replicas], in the one table
+    first, total = ends - sizes, int(ends[-1, -1])
+    numbers = []
+    for (shards, its, _), start, place in zip(wanted, starts, first, strict=True):
+        with tf.control_dependencies([_check_inside(its, shards.rows)]):
+            owner = tf.searchsorted(start[1:], its, side="right")
+        numbers.append(its + tf.gather(place - start, owner))
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    own = tf.gather(np.append(first[0], total), replica + tf.range(2))
+    places = tf.gather(first.T - first[0][:, np.newaxis], replica)  # of the tables in its part
+
+    def read(part: tf.Tensor) -> tf.Tensor:
+        table = tf.searchsorted(places[1:], part, side="right")
+        part -= tf.gather(places, table)
+        each = tf.dynamic_partition(part, table, len(wanted))
+        return tf.concat([one.read(rows) for one, rows in zip(wanted, each, strict=True)], 0)
+
+    rows = fetch_rows(tf.concat(numbers, 0), read, own, total)
+    return tf.split(rows, tf.stack([tf.size(its) for its in numbers]), num=len(wanted))
 
 
 def _check_inside(numbers: tf.Tensor, rows: int) -> tf.Operation:

@@ -22,8 +22,9 @@ from ctl.base.units import size_text
 from ctl.distributed import replicas, workers
 from ctl.errors import UsageError
 from ctl.phases.deferred import Deferred, Rule, rule_of
-from ctl.phases.optimizers import read_rows, slots_of, update_rows
-from ctl.phases.shards import Shards, Split
+from ctl.phases.fetching import fetch_first, fetched, unfetch
+from ctl.phases.optimizers import optimizer_of, read_rows, slots_of, update_rows
+from ctl.phases.shards import Shards, Split, Wanted, look_up
 from ctl.reduce import densify, sum_rows
 
 # Of a smaller table, a dense gradient costs less than to find the rows (benchmarks/README.md).
@@ -91,9 +92,18 @@ class Table:
         if not self.shards:
             rows = self.read(numbers)
         elif _in_replica():
-            rows = self.shards.look_up(tf.cast(numbers, tf.int64), self.read)
+            (rows,) = look_up([self.wanted(tf.cast(numbers, tf.int64))])
         else:
             return self._from_outside(tf.cast(numbers, tf.int64))
+        return self.with_gradient(numbers, rows)
+
+    def wanted(self, numbers: tf.Tensor) -> Wanted:
+        """Rows ``numbers`` of a table that is split, for `look_up` of `shards`."""
+        shards: Any = self.shards
+        return Wanted(shards, numbers, self.read)
+
+    def with_gradient(self, numbers: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+        """Returns ``rows``, whose gradient is that of rows ``numbers`` of this replica's table."""
         return _with_rows(copy_here(self.variable._value), numbers, rows)
 
     def update(self, optimizer: Any, gradient: tf.IndexedSlices) -> None:
@@ -119,7 +129,7 @@ class Table:
         if _in_replica():
             raise UsageError(
                 f"{self.variable.path} is used other than by lookups, and split over the replicas: "
-                "leave embedding_plan=sharded (--embedding_plan=sharded) out"
+                "give embedding_plan=replicated (--embedding_plan=replicated)"
             )
         return self.whole.all_rows()
 
@@ -163,13 +173,14 @@ class Tables:
         self._of: dict[int, Table] = {}  # by the id of their tf.Variable
         self._over_workers = workers.is_multi_worker(step.strategy)
         by_way: dict[str, list[tuple[str, int]]] = {}
-        for variable, layers in _tables_of(step):
+        split: list[keras.layers.Embedding] = []
+        for variable, layers in tables_of(step):
             parts = shards.get(id(variable))
             if not parts and not _is_wanted(step, variable):
                 continue
             optimizer = step.updater.group_of(variable).optimizer
             size = _bytes_of(variable) if parts is None else parts.bytes
-            rule = _why_dense(step, variable, layers) or rule_of(optimizer, variable)
+            rule = why_dense(step, step.strategy, variable, layers) or rule_of(optimizer, variable)
             if isinstance(rule, Rule) and step.sparse_rows == "auto":
                 rule = (
                     f"{type(optimizer).__name__} moves rows that have no gradient, which "
@@ -192,6 +203,8 @@ class Tables:
             self._of[id(variable.value)] = table
             for layer in layers:
                 vars(layer)["call"] = _Lookup(layer)
+            split += layers if parts else []
+        fetch_first(step.tracked.layer, split)
         for way, tables in by_way.items():
             names, size = names_of([path for path, _ in tables]), sum(n for _, n in tables)
             logging.info("embeddings %s, %s: %s", names, size_text(size), way)
@@ -309,7 +322,8 @@ class Tables:
 @contextlib.contextmanager
 def split_tables(step: Any) -> Iterator[dict[int, Shards]]:
     """Takes over the tables of ``step``'s model from an earlier step. With
-    ``embedding_plan="sharded"``, splits those that ``sparse_rows`` wants by rows over the replicas.
+    ``embedding_plan="sharded"``, splits those that ``sparse_rows`` wants by rows over the replicas;
+    with ``"auto"``, those that the plan says.
     If something is raised inside, they become whole again. All workers must call it.
 
     Yields:
@@ -319,14 +333,21 @@ def split_tables(step: Any) -> Iterator[dict[int, Shards]]:
         UsageError: such a table cannot be split.
     """
     for layer in replicas.layers_of(step.tracked.layer):
+        unfetch(layer)
         if isinstance(layer, keras.layers.Embedding) and layer.built:
             _release(layer)
     shards: dict[int, Shards] = {}
-    tables = _tables_of(step) if step.embedding_plan == "sharded" else []
+    tables = tables_of(step) if step.embedding_plan != "replicated" else []
+    split = _planned(step, "split") if step.embedding_plan == "auto" else None  # None: all
     try:
         for variable, layers in tables:
-            if step.strategy.num_replicas_in_sync > 1 and _is_wanted(step, variable):
-                _check_splits(step, variable, layers)
+            wanted = _is_wanted(step, variable) if split is None else variable.path in split
+            if step.strategy.num_replicas_in_sync > 1 and wanted:
+                if why := why_whole(step, step.strategy, variable, layers):
+                    raise UsageError(
+                        f"layer {layers[0].name} cannot be split over the replicas, because {why}: "
+                        "give embedding_plan=replicated (--embedding_plan=replicated)"
+                    )
                 shards[id(variable)] = Shards(variable, step.strategy)
         if step.embedding_plan == "sharded" and not shards:
             logging.warning("embedding_plan=sharded splits no table: %s", _why_none(step, tables))
@@ -353,12 +374,19 @@ def _bytes_of(table: keras.Variable) -> int:
 
 
 def _is_wanted(step: Any, table: keras.Variable) -> bool:
-    """Whether ``sparse_rows`` wants ``table`` to be trained by rows, if it can be."""
+    """Whether ``sparse_rows``, or the plan, wants ``table`` to be trained by rows, if it can be."""
+    if step.table_plan:
+        return table.path in _planned(step, "by rows", "split")
     large = _bytes_of(table) >= LEAST_BYTES
     return step.sparse_rows == "on" or (large and step.sparse_rows == "auto")
 
 
-def _tables_of(step: Any) -> list[tuple[keras.Variable, list[keras.layers.Embedding]]]:
+def _planned(step: Any, *ways: str) -> set[str]:
+    """The paths of the tables for which ``embedding_plan="auto"`` has chosen one of ``ways``."""
+    return {one.name for one in step.table_plan if one.how in ways}
+
+
+def tables_of(step: Any) -> list[tuple[keras.Variable, list[keras.layers.Embedding]]]:
     """The tables that ``step`` trains, with their layers."""
     trained = {id(variable) for variable in step.model.trainable_variables}
     found: dict[int, list[keras.layers.Embedding]] = {}
@@ -377,22 +405,18 @@ def _release(layer: keras.layers.Embedding) -> None:
         variable._table.release()
 
 
-def _check_splits(step: Any, table: keras.Variable, layers: Sequence[Any]) -> None:
-    """Raises `UsageError` if ``table`` of ``layers`` cannot be split."""
-    optimizers = step.optimizer
-    if isinstance(optimizers, keras.optimizers.Optimizer):
-        optimizers = [(optimizers,)]
-    groups = optimizers.values() if isinstance(optimizers, Mapping) else optimizers
-    why = _why_dense(step, table, layers)
+def why_whole(
+    step: Any,
+    strategy: tf.distribute.Strategy,
+    table: keras.Variable,
+    layers: Sequence[keras.layers.Embedding],
+) -> str | None:
+    """Why ``table`` of ``layers`` cannot be split; None if it can be, or its optimizer decides."""
     if step.accumulate_steps > 1:
-        why = "micro-batches run in a loop, in which TensorFlow has no collectives of replicas"
-    elif any(group[0].built for group in groups):
-        why = "its optimizer was built before the step, with the whole table"
-    if why:
-        raise UsageError(
-            f"layer {layers[0].name} cannot be split over the replicas, because {why}: leave "
-            "embedding_plan=sharded (--embedding_plan=sharded) out"
-        )
+        return "micro-batches run in a loop, in which TensorFlow has no collectives of replicas"
+    if optimizer_of(step.optimizer, table).built:
+        return "its optimizer was built before the step, with the whole table"
+    return why_dense(step, strategy, table, layers)
 
 
 def _why_none(step: Any, tables: Sequence[Any]) -> str:
@@ -404,8 +428,11 @@ def _why_none(step: Any, tables: Sequence[Any]) -> str:
     return f"none has {least}; sparse_rows=on (--sparse_rows=on) takes smaller ones, too"
 
 
-def _why_dense(
-    step: Any, table: keras.Variable, layers: Sequence[keras.layers.Embedding]
+def why_dense(
+    step: Any,
+    strategy: tf.distribute.Strategy,
+    table: keras.Variable,
+    layers: Sequence[keras.layers.Embedding],
 ) -> str | None:
     """Why ``table`` is trained as a whole, whatever its optimizer; None if by rows."""
     for layer in layers:
@@ -421,9 +448,9 @@ def _why_dense(
         return "ema_decay averages all rows"
     if step.log_norms:
         return "log_norms takes the norms of all rows"
-    if replicas.has_one_copy(step.strategy):
+    if replicas.has_one_copy(strategy):
         return "the strategy keeps one copy of each variable"
-    if isinstance(step.strategy, tf.distribute.TPUStrategy):
+    if isinstance(strategy, tf.distribute.TPUStrategy):
         return "the device is a TPU"
     for method in _OF_GRADIENTS:
         if step.overrides(method):
@@ -469,15 +496,27 @@ class _Lookup:
             return self._call(inputs, *args, **options)
         return tf.ragged.map_flat_values(self._rows, inputs)
 
-    def _rows(self, ids: tf.Tensor) -> tf.Tensor:
-        layer, variable = self._layer, self._layer._embeddings
+    @property
+    def split_table(self) -> Table | None:
+        """The table, if it is split, and all replicas are here to look up rows."""
+        here = self.is_split and _in_replica() and not _in_stateless_scope()
+        return self._table if here else None
+
+    def numbers(self, ids: tf.Tensor) -> tf.Tensor:
+        """The rows that ``ids`` mean to Keras."""
         ids = ids if ids.dtype in (tf.int32, tf.int64) else tf.cast(ids, tf.int32)
-        ids = tf.where(ids < 0, ids + layer.input_dim, ids)  # as Keras
+        return tf.where(ids < 0, ids + self._layer.input_dim, ids)
+
+    def _rows(self, ids: tf.Tensor) -> tf.Tensor:
+        layer, variable, ids = self._layer, self._layer._embeddings, self.numbers(ids)
         if self._table is None:
             # Keras casts the public `value` where it casts by itself.
             return tf.cast(copy_here(variable._value).sparse_read(ids), layer.compute_dtype)
-        numbers, places = tf.unique(tf.reshape(ids, [-1]))
-        rows = tf.gather(self._table.look_up(numbers), places)
+        if rows := fetched(layer):
+            rows = rows.look_up(tf.cast(tf.reshape(ids, [-1]), tf.int64))
+        else:
+            numbers, places = tf.unique(tf.reshape(ids, [-1]))
+            rows = tf.gather(self._table.look_up(numbers), places)
         rows = tf.reshape(rows, tf.concat([tf.shape(ids), variable._value.shape[1:]], 0))
         rows = tf.ensure_shape(rows, [*ids.shape, *variable._value.shape[1:]])
         return tf.cast(rows, layer.compute_dtype)

@@ -41,7 +41,7 @@ _IN_CHECKPOINTS = frozenset(("trainable_mask", "jit_by_rule"))
 _FIXED = frozenset(
     (
         *("accumulate_steps", "ema_decay", "loss_scale", "on_nan", "jit_update", "sparse_rows"),
-        *("embedding_plan", "strategy", "updater", "statistics", "tables"),
+        *("embedding_plan", "table_plan", "strategy", "updater", "statistics", "tables"),
     )
 )
 

@@ -136,6 +136,7 @@ class Case:
     bytes_per_pack: int = 0
     by_rows: bool = False  # small embedding tables, too
     sharded: bool = False  # their rows are split over the replicas
+    planned: bool = False  # by `embedding_plan="auto"`
     steps_per_loop: int | None = None
 
     change: str = ""  # one of `CHANGES`
@@ -337,6 +338,7 @@ def cases(draw: st.DrawFn) -> Case:
         bytes_per_pack=choice(0, 0, 1, 64),
         by_rows=choice(False, True),
         sharded=choice(False, True),
+        planned=choice(False, True),
         steps_per_loop=choice(None, 1, 2),
         change=choice(*CHANGES) if rarely(4) else "",
         change_step=draw(st.integers(1, 3)),

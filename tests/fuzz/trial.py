@@ -24,7 +24,7 @@ from ctl.distributed.replicas import has_one_copy
 from ctl.errors import DivergedError, UsageError
 from ctl.jobs.trials import preserved
 from ctl.loop import Loop
-from ctl.phases import passes, sparse_rows
+from ctl.phases import passes, sparse_rows, table_plan
 from ctl.phases.base_step import EvalStep
 from ctl.phases.losses import cross_entropy
 from ctl.schedule import Cosine
@@ -215,7 +215,9 @@ def _make_loop(case: Case, dataset: Any, strategy: tf.distribute.Strategy, direc
             "ema_decay": case.ema_decay,
             "on_nan": case.on_nan,
             "bytes_per_pack": case.bytes_per_pack,
-            "embedding_plan": "sharded" if case.sharded else "replicated",
+            "embedding_plan": "auto"
+            if case.planned
+            else ("sharded" if case.sharded else "replicated"),
         }
         wrong = _wrong(case)
         kind = Scaled if case.change == "scale" else Plain if case.by_rows else Step
@@ -236,8 +238,13 @@ def _make_loop(case: Case, dataset: Any, strategy: tf.distribute.Strategy, direc
         "cosine": Cosine(rate, total_steps=6, warmup_steps=1),
     }
     checkpoints = CheckpointManager(directory) if case.pause else None
-    with mock.patch.object(
-        sparse_rows, "LEAST_BYTES", 0 if case.by_rows else sparse_rows.LEAST_BYTES
+    least = 0 if case.by_rows else sparse_rows.LEAST_BYTES
+    with (
+        mock.patch.object(sparse_rows, "LEAST_BYTES", least),
+        mock.patch.object(table_plan, "LEAST_BYTES", least),
+        mock.patch.object(
+            table_plan, "_available", lambda _: -(10**12) if case.sharded else 10**12
+        ),
     ):
         return Loop(
             step,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
+from unittest import mock
 
 import keras
 import numpy as np
@@ -20,6 +22,7 @@ from ctl.checkpoint.export import export_model
 from ctl.checkpoint.reader import Reader
 from ctl.errors import UsageError
 from ctl.loop import Loop
+from ctl.phases import fetching, shards, sparse_rows
 from ctl.phases.optimizers import slots_of
 from ctl.step import TrainStep
 from ctl.testing import check_step
@@ -49,20 +52,35 @@ def test_equals_whole_tables(mirrored, dense, optimizer, replicas):
     )
 
 
-@pytest.mark.slow
-def test_equals_them_on_two_workers(mirrored, dense, job, tmp_path):
+@pytest.fixture(scope="module")
+def two_workers(job, tmp_path_factory):
+    """What two workers left, see tables_worker.py."""
+    directory = tmp_path_factory.mktemp("workers")
+    run_job(job, directory, "sharded", program=SUPPORT / "tables_worker.py")
+    return directory
+
+
+def test_equals_them_on_two_workers(mirrored, dense, two_workers):
     """Through a resume. A checkpoint of two workers is read by one, whole."""
-    run_job(job, tmp_path, "sharded", program=SUPPORT / "tables_worker.py")
     for optimizer, want in dense.items():
-        directory = tmp_path / f"{optimizer} shards"
+        directory = two_workers / f"{optimizer} shards"
         reader = Reader(directory)
         assert_close([reader[name] for name in list(reader)[: len(want)]], want)
         loop = make(mirrored(1), optimizer, "on", checkpoints=str(directory))
         loop.restore()
         assert_close(loop.step.model.get_weights(), want)
         for index in range(2):
-            loss = float(np.load(tmp_path / f"{optimizer} loss {index}.npy"))
+            loss = float(np.load(two_workers / f"{optimizer} loss {index}.npy"))
             np.testing.assert_allclose(loss, loop.evaluate()["loss"], rtol=1e-5)
+
+
+def test_the_wire_carries_what_the_plan_of_tables_says(two_workers):
+    """By Linux's count of each worker's own sockets: by rows, then split."""
+    for index in range(2):
+        found = json.loads((two_workers / f"wire {index}.json").read_text())
+        assert [one["how"] for one in found] == ["by rows", "split"]
+        for one in found:
+            assert 0.95 < one["counted"] / one["planned"] < 1.05, one
 
 
 @pytest.mark.slow
@@ -148,6 +166,44 @@ def test_another_step_takes_the_model_over_whole(mirrored, dense):
     assert_close([v.value.numpy() for v in model.trainable_variables], dense["adamw"])
     with pytest.raises(UsageError, match="belongs to a step that was made later"):
         loop.train(STEPS + 1)
+
+
+def test_rows_of_one_width_are_fetched_together(mirrored):
+    """Of four lookups in tables of two widths, with the same bits as one after the other."""
+
+    def trained(fetch_first):
+        with (
+            mock.patch.object(sparse_rows, "fetch_first", fetch_first),
+            mock.patch.object(shards, "fetch_rows", side_effect=shards.fetch_rows) as fetch,
+        ):
+            loop = make(mirrored(2), "adagrad", "on", "sharded")
+            loop.train(2)
+        return loop.step.model.get_weights(), fetch.call_count
+
+    one_by_one, many = trained(lambda *_: None)
+    together, few = trained(sparse_rows.fetch_first)
+    assert many == 2 * few > 0
+    for one, other in zip(one_by_one, together, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "between, known",
+    [
+        (lambda ids: ids[:, ::-1] * 2 % ROWS, True),
+        (keras.layers.Reshape([IDS, 1]), True),
+        (keras.layers.Lambda(lambda ids: ids + 1), False),
+        (lambda ids: keras.ops.argmax(keras.layers.Embedding(ROWS, 4)(ids), -1), False),
+        (lambda ids: keras.ops.cast(ids, "float32"), False),
+    ],
+)
+def test_ids_that_are_known_before_the_model_runs(between, known):
+    inputs = keras.Input([IDS], dtype="int32")
+    table = keras.layers.Embedding(ROWS, 4)
+    model = keras.Model(inputs, [table(inputs), table(between(inputs))])
+    assert len(fetching.ids_of(model, table)) == (2 if known else 0)
+    keras.Model(inputs, table(inputs))  # calls it once more, elsewhere
+    assert fetching.ids_of(model, table) == []
 
 
 def accumulates(model):

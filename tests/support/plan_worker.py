@@ -6,11 +6,7 @@ python plan_worker.py OUT
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import socket
-import struct
 import sys
 from pathlib import Path
 
@@ -23,6 +19,7 @@ console.load_tensorflow()
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from helpers import BATCH, CLASSES, FEATURES, examples, mlp  # noqa: E402
+from sent_bytes import sent_bytes  # noqa: E402
 from worker_end import run_to_end  # noqa: E402
 
 import ctl  # noqa: E402
@@ -61,17 +58,6 @@ def ending(strategy: tf.distribute.Strategy):
             strategy.run(lambda batch: batch + 1, args=(next(iterator),))
 
     return take.get_concrete_function(iterator)
-
-
-def sent_bytes() -> int:
-    """What the peers have received of the TCP sockets of this process, by Linux's count."""
-    total = 0
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as own:
-            if own.type == socket.SOCK_STREAM and own.family in (socket.AF_INET, socket.AF_INET6):
-                info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                total += struct.unpack_from("Q", info, 120)[0]  # tcpi_bytes_acked
-    return total
 
 
 def wire(loop: ctl.Loop) -> dict[str, float]:

@@ -5,8 +5,11 @@ python tables_worker.py OUT [sharded]
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from ctl.base import console
 from ctl.distributed import cluster
@@ -17,11 +20,13 @@ console.load_tensorflow()
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
+from sent_bytes import sent_bytes  # noqa: E402
 from worker_end import run_to_end  # noqa: E402
 
 import ctl  # noqa: E402
 from ctl.distributed.strategy import make_multi_worker  # noqa: E402
 from ctl.distributed.watch import watchdog  # noqa: E402
+from ctl.phases import table_plan  # noqa: E402
 
 ROWS, WIDTH, IDS, CLASSES, STEPS = 300, 4, 5, 3, 12
 SIZES = 24, 5, 2, 24, 1, 7  # of batches: a share may have no examples
@@ -96,6 +101,38 @@ def train_shards(strategy: tf.distribute.Strategy, optimizer: str, directory: Pa
     return loop.evaluate()["loss"]
 
 
+def planned_loop(strategy: tf.distribute.Strategy, fits: bool) -> ctl.Loop:
+    """A loop with ``embedding_plan="auto"``: ids that are often equal, and looked up twice."""
+    keras.utils.set_random_seed(1)
+    random, rows = np.random.default_rng(0), 20_000
+    ids = (random.zipf(1.2, (6000, 10)) % rows).astype("int32")
+    free = 10**12 if fits else -(10**9)
+    with strategy.scope(), mock.patch.object(table_plan, "_available", lambda _: free):
+        inputs = keras.Input([10], dtype="int32")
+        table, mean = keras.layers.Embedding(rows, 16), keras.layers.GlobalAveragePooling1D()
+        each = [mean(table(one)) for one in (inputs, (inputs + 9) % rows)]
+        outputs = keras.layers.Dense(CLASSES)(keras.layers.Concatenate()(each))
+        step = ctl.TrainStep(
+            keras.Model(inputs, outputs), "adagrad", sparse_rows="on", embedding_plan="auto"
+        )
+        data = ctl.data.InMemory((ids, random.integers(0, CLASSES, 6000)), global_batch_size=1000)
+        return ctl.Loop(step, data, strategy=strategy)
+
+
+def wire(strategy: tf.distribute.Strategy, fits: bool) -> dict[str, Any]:
+    """What this worker has sent for the table in some steps, and what the plan says."""
+    loop = planned_loop(strategy, fits)
+    loop.train(1)
+    ctl.workers.barrier(strategy, 60)
+    before = sent_bytes()
+    loop.train(7)
+    ctl.workers.barrier(strategy, 60)
+    sent, plan = sent_bytes() - before, loop.plan()
+    dense = sum(c.wire_bytes or 0 for c in plan.collectives if c.in_loop)
+    (table,) = plan.tables
+    return {"how": table.how, "counted": sent / 6 - dense, "planned": table.wire_bytes}
+
+
 def main() -> None:
     out = Path(sys.argv[1])
     me = cluster.resolve(None, None)
@@ -106,6 +143,9 @@ def main() -> None:
             np.save(out / f"{optimizer} loss {me.index}.npy", loss)
         else:
             np.savez(out / f"{optimizer} {me.index}.npz", *trained(strategy, optimizer, "on"))
+    if "sharded" in sys.argv:
+        found = [wire(strategy, fits) for fits in (True, False)]
+        (out / f"wire {me.index}.json").write_text(json.dumps(found))
     ctl.workers.leave_together(strategy)
 
 

@@ -65,7 +65,7 @@ def plan_of_step(
     # The gradients leave the loop over micro-batches, or what XLA compiles, all at once.
     splits = not (step.accumulate_steps > 1 or step.jit_compile)
     found = lints.check(plan, watchdog.running(), splits=splits)
-    return dataclasses.replace(plan, lints=found)
+    return dataclasses.replace(plan, lints=found, tables=step.table_plan)
 
 
 def _by_path(variables: Iterable[keras.Variable]) -> dict[str, tf.Variable]:

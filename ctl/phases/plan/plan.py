@@ -15,8 +15,10 @@ import hashlib
 import json
 import types
 import typing
+from collections.abc import Sequence
 from typing import Any
 
+from ctl.base.units import size_text
 from ctl.errors import UsageError
 
 SCHEMA = 1
@@ -129,6 +131,27 @@ class Lint:
 
 
 @dataclasses.dataclass(frozen=True)
+class TableWay:
+    """How ``embedding_plan="auto"`` trains an embedding table, see `ctl.phases.table_plan`.
+
+    Attributes:
+        name: the path of its variable.
+        rows, width: its shape.
+        how: ``dense``, ``by rows``, or ``split``, by rows.
+        wire_bytes: bytes that the busiest replica sends for it in a step, for a batch of the data;
+            None if no batch could be read.
+        memory_bytes: of it and its optimizer's variables, of all replicas of a worker together.
+    """
+
+    name: str
+    rows: int
+    width: int
+    how: str
+    wire_bytes: int | None
+    memory_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """What one step moves.
 
@@ -141,6 +164,7 @@ class Plan:
         lints: findings; empty for a sensible step.
         notes: what could not be determined, and why.
         xla: the all-reduces of the step under XLA; None if XLA was not asked or could not tell.
+        tables: how the embedding tables are trained, if that was planned.
     """
 
     strategy: str
@@ -151,6 +175,7 @@ class Plan:
     lints: tuple[Lint, ...] = ()
     notes: tuple[str, ...] = ()
     xla: tuple[Fused, ...] | None = None
+    tables: tuple[TableWay, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -184,6 +209,17 @@ class Plan:
             "fingerprint": self.fingerprint,
             **json.loads(json.dumps(dataclasses.asdict(self))),
         }
+
+
+def lines_of(tables: Sequence[TableWay]) -> list[str]:
+    """The plan of ``tables`` as lines of text, with a head; none without tables."""
+    cells = [("embeddings", "rows x width", "how", "sent a step", "memory of a worker")]
+    for one in tables:
+        sent, kept = size_text(one.wire_bytes), size_text(one.memory_bytes)
+        cells.append((one.name, f"{one.rows} x {one.width}", one.how, sent, kept))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+    return lines if tables else []
 
 
 def from_json(value: Any) -> Plan:

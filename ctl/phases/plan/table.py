@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ctl.base.units import size_text
-from ctl.phases.plan.plan import Collective, Member, Plan
+from ctl.phases.plan.plan import Collective, Member, Plan, lines_of
 
 _MOST_MEMBERS = 4  # shown for each pack; the rest is counted
 
@@ -28,6 +28,8 @@ def show(plan: Plan, console: Console | None = None) -> None:
             f"XLA: {escape(fused.name)}: {fused.payloads} all-reduces in one, "
             f"{size_text(fused.bytes)}"
         )
+    for line in lines_of(plan.tables):
+        console.print(escape(line), soft_wrap=True)
     for note in plan.notes:
         console.print(escape(note))
     for lint in plan.lints:
