@@ -46,6 +46,7 @@ _STEP = re.compile(r"((?:.*/)?)(step-\d{10,})/(.+)")
 _OWNER = re.compile(r"owner/(\d+)\.json")
 _NOT_COPIED = re.compile(r"(.*/)?(\.[^/]*|tmp-[\w.-]+-\d+-[0-9a-f]{8}(/.*)?)")
 KEEP_TRYING = 600.0  # seconds
+_UNSENT = ".unsent"  # a file of a directory that has what the store lacks
 
 
 # The mirrors of this process (a forked one has others), by process and directory.
@@ -138,6 +139,7 @@ class Mirror:
                 self._changed.notify_all()
             self._thread.join()
             self._give_up()
+            _open.pop((os.getpid(), self.directory), None)
             if self._lock:
                 self._lock.release()
 
@@ -402,10 +404,12 @@ class Mirror:
                 time_text(self._keep_trying),
             )
         if now - self._failing_since >= self._keep_trying:
+            with contextlib.suppress(OSError):
+                (self.directory / _UNSENT).touch()  # so that no later start deletes it
             self._end(
                 CheckpointError(
                     f"{error}; tried for {time_text(self._keep_trying)} (--keep_trying). What the "
-                    f"store lacks is in {self.directory}"
+                    f"store lacks is in {self.directory}: give that as --model_dir to go on there"
                 )
             )
 
@@ -558,6 +562,10 @@ def _directory(url: str) -> tuple[Path, durable.Lock]:
     for number in itertools.count():
         directory = place / str(number) / last
         directory.mkdir(parents=True, exist_ok=True)
+        if (directory / _UNSENT).exists():
+            what = "%s has what could not be copied to %s: delete it, or give it as --model_dir"
+            logging.warning(what, directory, url)
+            continue
         with contextlib.suppress(CheckpointError):
             return directory, durable.Lock(directory.parent / ".lock")
     raise AssertionError

@@ -234,6 +234,11 @@ def test_training_goes_on_until_keep_trying_ends(url, state, monkeypatch):
         with pytest.raises(CheckpointError, match="keep_trying"):
             manager.close()
     assert Reader(url).saved.step == 3
+    # What the store lacks is not deleted by the next start, and is a run as on a disk.
+    kept = manager._mirror.directory
+    with CheckpointManager(url) as manager:
+        assert manager._mirror.directory != kept and manager.latest().step == 3
+    assert CheckpointManager(str(kept)).latest().step == 4
 
 
 @pytest.mark.parametrize("url", ["memory"], indirect=True)
