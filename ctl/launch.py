@@ -408,9 +408,14 @@ class _Waiting:
             if machines.knows_who_is_there and view.is_over():
                 self._make_plan(view)
                 self._check_that_some_come(view)
+            if machines.silence > SILENT_SECONDS and mine.code == 0:
+                return 0
+            if view.plan.number < mine.plan:
+                raise PeerError(
+                    f"--rendezvous={self._rendezvous} was started anew, without what the launchers "
+                    "had agreed on: start this one again"
+                )
             if machines.silence > self._bounds.join_timeout:
-                if mine.code == 0:
-                    return 0
                 raise PeerError(
                     f"--rendezvous={self._rendezvous} has not answered for "
                     f"{self._bounds.join_timeout:g} s (--join_timeout): {machines.trouble}"
@@ -784,7 +789,7 @@ class _JobOnMachine(_ElasticJob):
     ):
         self._plan, self._machines = plan, machines
         self._may_join = rank == 0 and len(plan.members) < bounds.most
-        self._without_this = False
+        self._is_over = False  # for all, whatever the worker does
         super().__init__(command, {"worker": [*plan.workers]}, guard, bounds.backoff, rank)
         self.join_at = time.monotonic() + bounds.join_every
 
@@ -802,8 +807,12 @@ class _JobOnMachine(_ElasticJob):
         machines.say(broken=elastic.LOST in self._tasks[0].told, trained=self.trained())
         view = machines.view
         if view.plan.number > plan.number:
-            self._without_this = True
+            self._is_over = True
             return own or "the other machines have gone on without this one"
+        absent = [name for name in plan.members if name not in view.there]
+        if absent and not self.trained():  # all wait for it
+            self._is_over = True
+            return own or f"{', '.join(absent)} is lost before the first call"
         for machine in view.of_plan():
             ended = machine.state != board.RUNS and machine.code not in (0, Preempted.exit_code)
             if machine.name != machines.mine.name and (machine.broken or ended):
@@ -812,7 +821,11 @@ class _JobOnMachine(_ElasticJob):
         return own
 
     def _patience(self, task: _Task, grace: float) -> float:
-        return 0.0 if self._without_this else super()._patience(task, grace)
+        return 0.0 if self._is_over else super()._patience(task, grace)
+
+    def lost(self) -> dict[int, str]:
+        # Before its first call it waited for others, and is not frozen.
+        return super().lost() if self.trained() else self._failed()
 
 
 @contextlib.contextmanager

@@ -10,12 +10,22 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from launchers import Launcher, fake_worker, launchers, until
 
-from ctl.distributed.cluster.board import AWAY, LEFT, RUNS, WAITS, Machine, Plan, ServedBoard
+from ctl.distributed.cluster.board import (
+    AWAY,
+    LEFT,
+    RUNS,
+    WAITS,
+    DirectoryBoard,
+    Machine,
+    Plan,
+    ServedBoard,
+)
 from ctl.distributed.cluster.machines import View, next_plan, verdict
 from ctl.distributed.cluster.secret import sign
 
@@ -70,13 +80,38 @@ def test_a_worker_that_is_lost_leaves_its_machine_away_for_a_while(tmp_path, how
 
 @pytest.mark.slow
 def test_a_machine_that_is_stopped_leaves_and_the_others_go_on(tmp_path):
-    with launchers([command(tmp_path, at_a_port())] * 3) as three:
+    with launchers([command(tmp_path, f"{tmp_path}/board")] * 3) as three:
         three[2].process.send_signal(signal.SIGTERM)
         assert three[2].code() == 42
         until(lambda: three[0].sizes() == three[1].sizes() == [3, 2])
         # Whoever stops a worker, not its launcher, stops the job.
         os.kill(three[1].attempts()[-1][2], signal.SIGTERM)
         assert [one.code() for one in three[:2]] == [42, 42]
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_lost_while_its_worker_starts(tmp_path, monkeypatch):
+    """The others wait for it in vain, and are not blamed. It says that it is there until there is a
+    plan with it."""
+    board = DirectoryBoard(tmp_path / "board")
+    monkeypatch.setenv("CTL_JOB_SECRET", "of this test")
+    two = [Launcher(command(tmp_path, f"{tmp_path}/board")) for _ in range(2)]
+    try:
+        ghost, plan = Machine("z-ghost", "127.0.0.1:1"), Plan()
+        for _ in range(200):
+            if "z-ghost" in plan.members:
+                break
+            ghost = dataclasses.replace(ghost, beat=ghost.beat + 1)
+            plan = board.exchange(ghost)[1]
+            time.sleep(0.3)
+        until(lambda: all(one.sizes() == [2] for one in two))
+        assert all("z-ghost is lost before the first call" in one.said for one in two)
+        assert not any("is away" in one.said for one in two)
+        end(tmp_path, two)
+    finally:
+        for one in two:
+            one.process.kill()
+            one.process.wait()
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ def test_input_pipeline(tmp_path):
 
 
 def test_streams(tmp_path):
-    how = "--stream_images=800 --rounds=1 --stream_steps=12 --global_batch_size=32"
+    how = "--stream_images=1500 --rounds=1 --stream_steps=30 --global_batch_size=32"
     found, done = results(tmp_path, f"input_pipeline.py {how}")
     rows = found["streams"]["png"]
     where = ("", ", 2 replicas", ", worker 1 of 2")

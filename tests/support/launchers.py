@@ -85,7 +85,10 @@ class Launcher:
         return [count for _, count, _ in self.attempts()]
 
     def code(self) -> int:
-        code = self.process.wait(60)
+        try:
+            code = self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it has not ended: {self.said}") from None
         self._reader.join()
         assert "Traceback" not in self.said, self.said
         return code

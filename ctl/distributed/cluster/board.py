@@ -35,6 +35,7 @@ _SECONDS = 3.0  # for one exchange with the service
 # The service ends when nobody has asked for so long, but does not wait longer than this for it.
 _QUIET_SECONDS, _LINGER_SECONDS = 1.5, 5.0
 
+_OLD_SECONDS = 3600.0  # of a record that nobody needs any more
 _LONGEST = 1 << 20  # bytes of an exchange
 _MOST_MACHINES, _MOST_CONNECTIONS = 1000, 100
 
@@ -139,8 +140,15 @@ class DirectoryBoard:
         if proposed:
             self._write(f"plan-{proposed.number}", _text(proposed), replace=False)
         machines, numbers = {}, [0]
+        now = (
+            (self._directory / f"machine-{mine.name}").stat().st_mtime
+        )  # by the clock of all files
         for file in os.scandir(self._directory):
             kind, _, name = file.name.partition("-")
+            with contextlib.suppress(FileNotFoundError):
+                if now - file.stat().st_mtime > _OLD_SECONDS and kind == "machine":
+                    os.unlink(file)
+                    continue
             if kind == "machine" and (machine := _machine(self._read(file.name))):
                 machines[machine.name] = machine
             elif kind == "plan" and name.isdecimal():
