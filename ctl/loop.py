@@ -84,7 +84,7 @@ from ctl.phases.plan.collectives import plan_of_step
 from ctl.phases.plan.plan import Plan
 from ctl.phases.table_plan import plan_tables
 from ctl.phases.trace_guards import TraceKey
-from ctl.reduce import SUM
+from ctl.reduce import SUM, one_step_per_call
 from ctl.schedule.patience import check_watched, remembered
 from ctl.step import TrainStep
 
@@ -114,6 +114,11 @@ class Steps:
         feed = open_feed(self.dataset, self.strategy, start_step, self._resident)
         self._batches_per_block = feed.batches_per_block
         return feed
+
+    def reserve(self, most: int) -> int:
+        """Returns how many steps, ``most`` at most, the next call of `run` may run. Call it before
+        each call."""
+        return self.step.tables.reserve(1 if one_step_per_call(self.strategy) else most)
 
     @tf.function
     def run(
@@ -247,9 +252,11 @@ class Loop:
             evaluator, checkpoints, schedule, actions=actions, eval_actions=eval_actions
         )
         self.step = step
-        self._pace = Pace(checked("steps_per_loop", steps_per_loop))
         self.dataset = as_dataset(dataset, global_batch_size=global_batch_size)
         self.strategy = strategy or tf.distribute.get_strategy()
+        # The first call is traced. Only then is it known whether `one_step_per_call`.
+        alone = workers.uses_collectives(self.strategy)
+        self._pace = Pace(checked("steps_per_loop", steps_per_loop), first_alone=alone)
         self.evaluator = evaluator
         if isinstance(checkpoints, str | os.PathLike):
             checkpoints = CheckpointManager(checkpoints)
@@ -366,7 +373,7 @@ class Loop:
                 self.begin(step)
             while step < until and not self.stopped:
                 steps = min(1 if eager else self._pace.steps(), until - step)
-                steps = self.step.tables.reserve(min(steps, steps_until_due(self.actions, step)))
+                steps = self.steps.reserve(min(steps, steps_until_due(self.actions, step)))
                 report = self._pace.worker_report(self.signals.arrived, self._asked_to_end)
                 if (key := self.step.trace_key)[1:] != self._agreed:  # an action changed a setting
                     self.begin(step)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -153,7 +154,7 @@ def sum_rows(
         if context.num_replicas_in_sync > 1:
             with tf.name_scope(ROWS):
                 rows = _gathered_numbers(rows, int(first[-1]), options)
-                values = context.all_gather(values, axis=0, options=options)  # <- here
+                values = _gathered(values, options)  # <- here
         rows, values = _summed(rows, values)
         parts = [rows], [values]
         if len(group) > 1:
@@ -181,12 +182,12 @@ def fetch_rows(numbers: tf.Tensor, read: Read, own: tf.Tensor, count: int) -> tf
     Returns:
         [m, d].
     """
-    context, now = tf.distribute.get_replica_context(), _PASS.get(_OUTSIDE)
+    now = _PASS.get(_OUTSIDE)
     with tf.name_scope(ROWS):
         wanted, _ = tf.unique(_gathered_numbers(numbers, count, now.options))
         wanted = tf.sort(wanted)  # as the parts follow each other
         mine = tf.boolean_mask(wanted, (wanted >= own[0]) & (wanted < own[1]))
-        rows = context.all_gather(read(mine - own[0]), axis=0, options=now.options)  # <- here
+        rows = _gathered(read(mine - own[0]), now.options)  # <- here
     return tf.gather(rows, tf.searchsorted(wanted, numbers))
 
 
@@ -194,14 +195,30 @@ def _gathered_numbers(numbers: tf.Tensor, count: int, options: Any) -> tf.Tensor
     """The ``numbers`` of all replicas, int64, which are less than ``count``: sent as int32 if they
     fit."""
     sent = tf.cast(numbers, tf.int32 if count <= tf.int32.max else tf.int64)
-    gathered = tf.distribute.get_replica_context().all_gather(sent, axis=0, options=options)
-    return tf.cast(gathered, tf.int64)
+    return tf.cast(_gathered(sent, options), tf.int64)
 
 
 def _summed(rows: tf.Tensor, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Each row once, with the sum of its values."""
     unique, places = tf.unique(rows)
     return unique, tf.math.unsorted_segment_sum(values, places, tf.size(unique))
+
+
+_GATHERING: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()  # strategies of gathers
+
+
+def _gathered(part: tf.Tensor, options: Any) -> tf.Tensor:
+    """The ``part`` of every replica, [n, ...], one after the other. n may differ."""
+    context = tf.distribute.get_replica_context()
+    _GATHERING.add(context.strategy)
+    return context.all_gather(part, axis=0, options=options)
+
+
+def one_step_per_call(strategy: tf.distribute.Strategy) -> bool:
+    """Whether a call from Python may run one step only: a step on ``strategy`` was traced, and it
+    gathers by TensorFlow's collectives, each of which keeps the shape of its first run in a call.
+    """
+    return strategy in _GATHERING and workers.uses_collectives(strategy)
 
 
 # Tensors that cross replicas in the forward pass --------------------------------------------------
@@ -278,7 +295,7 @@ def all_gather(part: tf.Tensor) -> tf.Tensor:
             mine = total[first : first + local_batch.rows(part)] / tf.cast(now.divisor, wide.dtype)
             return tf.cast(mine, part.dtype)
 
-        return context.all_gather(part, axis=0, options=now.options), gradient
+        return _gathered(part, now.options), gradient
 
     return gathered(part)
 
@@ -305,8 +322,7 @@ def first_row(part: tf.Tensor) -> tf.Tensor:
     rows = local_batch.rows(_counted(part))
     if isinstance(rows, int):
         return replica * rows
-    before = context.all_gather(rows[tf.newaxis], axis=0, options=now.options)[:replica]
-    first = tf.reduce_sum(before)
+    first = tf.reduce_sum(_gathered(rows[tf.newaxis], now.options)[:replica])
     return first if now.empty is None else tf.where(now.empty, 0, first)
 
 

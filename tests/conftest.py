@@ -97,14 +97,14 @@ def mark_processes(items):
 
 
 @functools.lru_cache
-def mirrored_strategy(replicas: int) -> tf.distribute.Strategy:
+def mirrored_strategy(replicas: int, ring: bool = False) -> tf.distribute.Strategy:
     # Not the default cross-device operation: two of those in one process use the same collective
     # keys and fail. One strategy object per number of replicas serves every test.
     if replicas == 1:
         return tf.distribute.OneDeviceStrategy("/cpu:0")
     return tf.distribute.MirroredStrategy(
         [f"/cpu:{i}" for i in range(replicas)],
-        cross_device_ops=tf.distribute.ReductionToOneDevice(),
+        cross_device_ops=None if ring else tf.distribute.ReductionToOneDevice(),
     )
 
 
@@ -182,7 +182,7 @@ def zygote_without_tensorflow(tmp_path_factory):
 @pytest.fixture(scope="session")
 def ring2():
     """The one strategy of the test process that uses real collectives: a ring of two devices."""
-    return tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"])
+    return mirrored_strategy(2, ring=True)
 
 
 @pytest.fixture

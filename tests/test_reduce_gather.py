@@ -108,3 +108,12 @@ def test_the_trial_of_xla_leaves_it_off(mirrored):
     loop = contrastive(mirrored(2), views([16] * 200), static=True)
     assert trials.tune_jit_compile(loop) is False
     loop.train(1)
+
+
+@pytest.mark.parametrize("fixed", [None, 3])
+def test_parts_of_varying_sizes_by_tensorflows_collectives(ring2, fixed):
+    """In a call, a collective of TensorFlow keeps the shape of its first run."""
+    batches = views([9, 13, 5, 9, 13, 5])
+    loop = contrastive(ring2, batches, steps_per_loop=fixed)
+    loop.train(6)
+    assert largest_difference(loop.step.model.get_weights(), plain_tensorflow(batches)) <= 1e-6

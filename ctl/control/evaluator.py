@@ -22,8 +22,8 @@ from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
 from ctl.phases.base_step import EvalStep, build_model
 from ctl.phases.checks import check_step_kind
-from ctl.phases.sparse_rows import gathers_over_workers
 from ctl.phases.trace_guards import TraceGuards
+from ctl.reduce import one_step_per_call
 
 # Takes the number of finished batches and the number of all batches (None if unknown).
 OnProgress = Callable[[int, int | None], None]
@@ -150,10 +150,10 @@ class Evaluator:
         # evaluation. A new iterator each time would cost start-up time and, in TensorFlow, memory.
         iterator, self._iterator = self._iterator or self._start(), None
         totals, done = [0.0, 0.0], 0
-        one_at_a_time = eager or gathers_over_workers(self.step.model, self.strategy)
         while self._batches is None or done < self._batches:
             steps = 1
-            if self._batches is not None and not one_at_a_time:
+            alone = eager or one_step_per_call(self.strategy)
+            if self._batches is not None and not alone:
                 steps = min(self._pace.steps(), self._batches - done)
             start = time.perf_counter()
             report = self._pace.worker_report(asked_to_stop())

@@ -19,10 +19,12 @@ class Pace:
 
     Args:
         steps_per_loop: a fixed number of steps per call.
+        first_alone: whether the first call runs one step all the same.
     """
 
-    def __init__(self, steps_per_loop: int | None = None):
+    def __init__(self, steps_per_loop: int | None = None, first_alone: bool = False):
         self._fixed = steps_per_loop
+        self._first_alone = first_alone
         self._measured = self._agreed = 0.0  # seconds per step; 0: not known
         self._key: Any = None  # of the call that runs
         self._traced: set[Any] = set()  # keys of calls that succeeded
@@ -30,7 +32,7 @@ class Pace:
 
     def steps(self) -> int:
         """The number of steps of the next call."""
-        if self._fixed:
+        if self._fixed and (self._traced or not self._first_alone):
             return self._fixed
         return max(1, int(_CALL_SECONDS / self._agreed)) if self._agreed else 1
 

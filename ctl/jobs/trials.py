@@ -202,7 +202,7 @@ def _time(
         start = time.perf_counter()
         left = steps
         while left:
-            some = step.tables.reserve(left)
+            some = loop.steps.reserve(left)
             with watchdog.collective(f"trying {name}={value}", first=traces):
                 outcome = loop.steps.run(feed, tf.constant(some), nothing, step.trace_key)
                 outcome.totals()

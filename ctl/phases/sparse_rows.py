@@ -19,7 +19,7 @@ from absl import logging
 from ctl.base.differences import names_of
 from ctl.base.tf_internals import copy_here
 from ctl.base.units import size_text
-from ctl.distributed import replicas, workers
+from ctl.distributed import replicas
 from ctl.errors import UsageError
 from ctl.phases.deferred import Deferred, Rule, rule_of
 from ctl.phases.fetching import fetch_first, fetched, unfetch
@@ -171,7 +171,6 @@ class Tables:
     def __init__(self, step: Any, shards: Mapping[int, Shards]):
         self._room = 0  # steps for which all histories have room, at least
         self._of: dict[int, Table] = {}  # by the id of their tf.Variable
-        self._over_workers = workers.is_multi_worker(step.strategy)
         by_way: dict[str, list[tuple[str, int]]] = {}
         split: list[keras.layers.Embedding] = []
         for variable, layers in tables_of(step):
@@ -250,8 +249,6 @@ class Tables:
                     f"{owner.path} belongs to a step that was made later: make a new step and loop "
                     "for this model, or leave sparse_rows=on out"
                 )
-        if self._of and self._over_workers:  # they gather another number of rows in each step
-            most = 1  # and a collective of TensorFlow keeps the shape of its first run in a call
         if not self.deferred:
             return most
         if self._room < 1:
@@ -359,14 +356,6 @@ def split_tables(step: Any) -> Iterator[dict[int, Shards]]:
             elif parts := shards.get(id(variable)):
                 parts.unsplit(variable)
         raise
-
-
-def gathers_over_workers(model: keras.Model, strategy: tf.distribute.Strategy) -> bool:
-    """Whether ``model`` gathers rows of tables from other workers when it is called. Their number
-    varies, so a call may run one step, see `Tables.reserve`."""
-    calls = (vars(layer).get("call") for layer in replicas.layers_of(model))
-    split = any(isinstance(call, _Lookup) and call.is_split for call in calls)
-    return split and workers.is_multi_worker(strategy)
 
 
 def _bytes_of(table: keras.Variable) -> int:

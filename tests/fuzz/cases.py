@@ -121,7 +121,7 @@ class Case:
 
     # The options.
     replicas: int = 1
-    strategy: str = "mirrored"  # default, central
+    strategy: str = "mirrored"  # default, central, ring
     twice: bool = False  # two passes with other losses, which sum to the loss
     accumulate_steps: int = 1
     clip_norm: float | None = None
@@ -205,6 +205,9 @@ def valid(case: Case) -> Case:
         changes |= {"optimizer": "SGD"}
     if case.strategy == "default":
         changes |= {"replicas": 1}
+    if case.strategy == "ring":  # an error in the graph would end all its collectives
+        changes |= {"replicas": 2, "fault": "", "ends": False}
+        changes |= {"weights": ""} if case.weights == "signed" else {}
     if case.strategy == "central" and case.replicas == 1:
         changes |= {"strategy": "mirrored"}
     elif case.strategy == "central":  # TensorFlow cannot update variables in the forward pass then
@@ -225,7 +228,7 @@ def valid(case: Case) -> Case:
     if case.features not in ("ids", "two", "ragged") or case.twice or case.change == "scale":
         changes |= {"by_rows": False}  # there is no table, or the step has phases of its own
     split = changes.get("by_rows", case.by_rows) and changes.get("replicas", case.replicas) > 1
-    split &= case.strategy == "mirrored" and case.optimizer in ("SGD", "Adagrad")
+    split &= case.strategy in ("mirrored", "ring") and case.optimizer in ("SGD", "Adagrad")
     split &= (case.accumulate_steps, case.ema_decay, case.weight_decay) == (1, None, None)
     if not split or case.jit_compile or case.frozen or case.penalty:
         changes |= {"sharded": False}  # the table is not trained by rows, or in a loop
@@ -323,7 +326,7 @@ def cases(draw: st.DrawFn) -> Case:
         ends=rarely(4),
         evaluated=rarely(3),
         replicas=replicas,
-        strategy=choice("mirrored", "mirrored", "mirrored", "default", "central"),
+        strategy=choice("mirrored", "mirrored", "mirrored", "ring", "default", "central"),
         twice=rarely(6),
         accumulate_steps=choice(1, 1, 2, 3, 5),
         clip_norm=choice(None, None, 0.05, 1.0),

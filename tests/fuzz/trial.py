@@ -45,7 +45,7 @@ from .models import (
     weights_of,
 )
 
-Mirrored = Callable[[int], tf.distribute.Strategy]  # see tests/conftest.py
+Mirrored = Callable[..., tf.distribute.Strategy]  # see tests/conftest.py
 
 
 class Verdict(NamedTuple):
@@ -145,7 +145,11 @@ def _strategy(case: Case, mirrored: Mirrored) -> tf.distribute.Strategy:
     if case.strategy == "central":
         devices = [f"/cpu:{number}" for number in range(case.replicas)]
         return tf.distribute.experimental.CentralStorageStrategy(devices, "/cpu:0")
-    return tf.distribute.get_strategy() if case.strategy == "default" else mirrored(case.replicas)
+    if case.strategy == "default":
+        return tf.distribute.get_strategy()
+    return (
+        mirrored(case.replicas, ring=True) if case.strategy == "ring" else mirrored(case.replicas)
+    )
 
 
 def _compare(
