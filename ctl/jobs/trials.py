@@ -31,6 +31,7 @@ from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
 from ctl.phases.marks import Marks
 from ctl.phases.observer import NO_OBSERVER
+from ctl.phases.tracked_state import put_back
 from ctl.reduce import make_packs
 
 if TYPE_CHECKING:
@@ -263,13 +264,10 @@ def preserved(step: TrainStep) -> Iterator[None]:
     )  # `state` has what the last save has copied of them
     variables += step.logged.variables  # a trial that finds the end of the data leaves its rows
     variables += [v.value for metric in step.all_metrics() for v in metric.variables]
-    parts = [p for v in variables for p in step.strategy.experimental_local_results(v)]
-    values = [part.read_value() for part in parts]
     try:
-        yield
+        with put_back(step.strategy, variables):
+            yield
     finally:
-        for part, value in zip(parts, values, strict=True):
-            part.assign(value)
         step.tables.restored()
 
 

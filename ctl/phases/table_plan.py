@@ -29,6 +29,7 @@ from ctl.phases.fetching import ids_of
 from ctl.phases.optimizers import optimizer_of, slots_of
 from ctl.phases.plan.plan import TableWay, lines_of
 from ctl.phases.sparse_rows import LEAST_BYTES, tables_of, why_dense, why_whole
+from ctl.phases.tracked_state import put_back
 
 _SHARE = 0.8  # of the memory that is available, which tables may take
 _CGROUP = Path("/sys/fs/cgroup")
@@ -59,7 +60,10 @@ def plan_tables(step: Any, strategy: tf.distribute.Strategy, dataset: Any) -> No
     tables = sorted(tables_of(step), key=lambda table: order[id(table[0])])
     if not tables:
         return
-    found = _looked_up(step, dataset, strategy.num_replicas_in_sync, tables)
+    of_tables = {id(variable.value) for variable, _ in tables}
+    every_one = [v.value for v in step.tracked.layer.variables] + step.tracked.raw_variables
+    with put_back(strategy, (v for v in every_one if id(v) not in of_tables)):  # a layer may count
+        found = _looked_up(step, dataset, strategy.num_replicas_in_sync, tables)
     mine = json.dumps([found, _available(strategy)]).encode()
     texts = workers.all_gather(strategy, mine, "planning the embedding tables")
     every = [json.loads(text) for text in texts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -103,6 +103,18 @@ class TrackedState:
         yield
         for variable, old in zip(variables, before, strict=True):
             variable.assign(tf.where(empty, old, variable.read_value()))
+
+
+@contextlib.contextmanager
+def put_back(strategy: tf.distribute.Strategy, variables: Iterable[tf.Variable]) -> Iterator[None]:
+    """Gives ``variables`` their values back on exit, on each replica its own."""
+    parts = [p for v in variables for p in strategy.experimental_local_results(v)]
+    values = [part.read_value() for part in parts]
+    try:
+        yield
+    finally:
+        for part, value in zip(parts, values, strict=True):
+            part.assign(value)
 
 
 def has_state(value: Any) -> bool:

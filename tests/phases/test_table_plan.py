@@ -100,6 +100,34 @@ def test_the_plan_is_shown(mirrored):
     assert "90000 x 16" in line and "split" in line and "11.0 MiB" in line
 
 
+class Counting(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.own = (
+            self.add_weight(initializer="zeros"),
+            tf.Variable(0.0, trainable=False),
+        )
+
+    def call(self, ids):
+        self.calls.assign_add(1.0)
+        self.own.assign_add(1.0)
+        return ids
+
+
+def test_the_model_keeps_its_state(mirrored):
+    """A plan looks at what a batch looks up, and changes nothing."""
+    with mirrored(2).scope():
+        counting = Counting()
+        layers = [counting, keras.layers.Embedding(90_000, 16), keras.layers.Flatten()]
+        model = keras.Sequential([keras.Input([IDS], dtype="int32"), *layers])
+        step = TrainStep(model, "sgd", lambda y, x: tf.reduce_sum(x, 1), embedding_plan="auto")
+    loop = Loop(
+        step, (np.zeros([8, IDS], "int32"), np.zeros(8)), global_batch_size=4, strategy=mirrored(2)
+    )
+    assert loop.step.table_plan[0].wire_bytes is not None  # a batch was read
+    assert counting.calls.numpy() == counting.own.numpy() == 0.0
+
+
 def test_data_of_which_no_batch_can_be_read(mirrored):
     """The plan goes by sizes, and says that it does not know the bytes."""
     with mirrored(2).scope():
