@@ -64,7 +64,7 @@ from ctl.data.epochs import completed, end_of, end_of_training, evaluation_inter
 from ctl.data.errors import translate_data_errors
 from ctl.data.feed import Block, Feed, batch_of, next_block, open_feed, waiting_for
 from ctl.data.global_batches import comparable
-from ctl.distributed import local_batch, workers
+from ctl.distributed import gathers, local_batch, workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import PeerError, Preempted, UsageError
 from ctl.logs.history import History
@@ -84,7 +84,7 @@ from ctl.phases.plan.collectives import plan_of_step
 from ctl.phases.plan.plan import Plan
 from ctl.phases.table_plan import plan_tables
 from ctl.phases.trace_guards import TraceKey
-from ctl.reduce import SUM, one_step_per_call
+from ctl.reduce import SUM
 from ctl.schedule.patience import check_watched, remembered
 from ctl.step import TrainStep
 
@@ -118,7 +118,7 @@ class Steps:
     def reserve(self, most: int) -> int:
         """Returns how many steps, ``most`` at most, the next call of `run` may run. Call it before
         each call."""
-        return self.step.tables.reserve(1 if one_step_per_call(self.strategy) else most)
+        return self.step.tables.reserve(1 if gathers.one_step_per_call(self.strategy) else most)
 
     @tf.function
     def run(
@@ -254,8 +254,8 @@ class Loop:
         self.step = step
         self.dataset = as_dataset(dataset, global_batch_size=global_batch_size)
         self.strategy = strategy or tf.distribute.get_strategy()
-        # The first call is traced. Only then is it known whether `one_step_per_call`.
-        alone = workers.uses_collectives(self.strategy)
+        # The first call is traced. Only then is it known whether `gathers.one_step_per_call`.
+        alone = gathers.by_collectives(self.strategy)
         self._pace = Pace(checked("steps_per_loop", steps_per_loop), first_alone=alone)
         self.evaluator = evaluator
         if isinstance(checkpoints, str | os.PathLike):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl.distributed import local_batch, workers
+from ctl.distributed.gathers import gather
 from ctl.errors import UsageError
 
 SUM = tf.distribute.ReduceOp.SUM
@@ -154,7 +154,7 @@ def sum_rows(
         if context.num_replicas_in_sync > 1:
             with tf.name_scope(ROWS):
                 rows = _gathered_numbers(rows, int(first[-1]), options)
-                values = _gathered(values, options)  # <- here
+                values = gather(values, options)  # <- here
         rows, values = _summed(rows, values)
         parts = [rows], [values]
         if len(group) > 1:
@@ -187,7 +187,7 @@ def fetch_rows(numbers: tf.Tensor, read: Read, own: tf.Tensor, count: int) -> tf
         wanted, _ = tf.unique(_gathered_numbers(numbers, count, now.options))
         wanted = tf.sort(wanted)  # as the parts follow each other
         mine = tf.boolean_mask(wanted, (wanted >= own[0]) & (wanted < own[1]))
-        rows = _gathered(read(mine - own[0]), now.options)  # <- here
+        rows = gather(read(mine - own[0]), now.options)  # <- here
     return tf.gather(rows, tf.searchsorted(wanted, numbers))
 
 
@@ -195,30 +195,13 @@ def _gathered_numbers(numbers: tf.Tensor, count: int, options: Any) -> tf.Tensor
     """The ``numbers`` of all replicas, int64, which are less than ``count``: sent as int32 if they
     fit."""
     sent = tf.cast(numbers, tf.int32 if count <= tf.int32.max else tf.int64)
-    return tf.cast(_gathered(sent, options), tf.int64)
+    return tf.cast(gather(sent, options), tf.int64)
 
 
 def _summed(rows: tf.Tensor, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Each row once, with the sum of its values."""
     unique, places = tf.unique(rows)
     return unique, tf.math.unsorted_segment_sum(values, places, tf.size(unique))
-
-
-_GATHERING: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()  # strategies of gathers
-
-
-def _gathered(part: tf.Tensor, options: Any) -> tf.Tensor:
-    """The ``part`` of every replica, [n, ...], one after the other. n may differ."""
-    context = tf.distribute.get_replica_context()
-    _GATHERING.add(context.strategy)
-    return context.all_gather(part, axis=0, options=options)
-
-
-def one_step_per_call(strategy: tf.distribute.Strategy) -> bool:
-    """Whether a call from Python may run one step only: a step on ``strategy`` was traced, and it
-    gathers by TensorFlow's collectives, each of which keeps the shape of its first run in a call.
-    """
-    return strategy in _GATHERING and workers.uses_collectives(strategy)
 
 
 # Tensors that cross replicas in the forward pass --------------------------------------------------
@@ -295,7 +278,7 @@ def all_gather(part: tf.Tensor) -> tf.Tensor:
             mine = total[first : first + local_batch.rows(part)] / tf.cast(now.divisor, wide.dtype)
             return tf.cast(mine, part.dtype)
 
-        return _gathered(part, now.options), gradient
+        return gather(part, now.options), gradient
 
     return gathered(part)
 
@@ -322,7 +305,7 @@ def first_row(part: tf.Tensor) -> tf.Tensor:
     rows = local_batch.rows(_counted(part))
     if isinstance(rows, int):
         return replica * rows
-    first = tf.reduce_sum(_gathered(rows[tf.newaxis], now.options)[:replica])
+    first = tf.reduce_sum(gather(rows[tf.newaxis], now.options)[:replica])
     return first if now.empty is None else tf.where(now.empty, 0, first)
 
 

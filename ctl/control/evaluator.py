@@ -17,13 +17,12 @@ from ctl.control.pace import Pace
 from ctl.data.adapters import as_dataset
 from ctl.data.dataset import on_replica
 from ctl.data.feed import open_batches, waiting_for
-from ctl.distributed import local_batch, workers
+from ctl.distributed import gathers, local_batch, workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
 from ctl.phases.base_step import EvalStep, build_model
 from ctl.phases.checks import check_step_kind
 from ctl.phases.trace_guards import TraceGuards
-from ctl.reduce import one_step_per_call
 
 # Takes the number of finished batches and the number of all batches (None if unknown).
 OnProgress = Callable[[int, int | None], None]
@@ -152,7 +151,7 @@ class Evaluator:
         totals, done = [0.0, 0.0], 0
         while self._batches is None or done < self._batches:
             steps = 1
-            alone = eager or one_step_per_call(self.strategy)
+            alone = eager or gathers.one_step_per_call(self.strategy)
             if self._batches is not None and not alone:
                 steps = min(self._pace.steps(), self._batches - done)
             start = time.perf_counter()

@@ -41,22 +41,10 @@ LOST = (
     tf.errors.InternalError,
 )
 
-_GATHER_ON_ONE_DEVICE = (
-    tf.distribute.ReductionToOneDevice,
-    tf.distribute.NcclAllReduce,
-    tf.distribute.HierarchicalCopyAllReduce,
-)
-
 
 def is_multi_worker(strategy: tf.distribute.Strategy) -> bool:
     """Whether ``strategy`` is a `tf.distribute.MultiWorkerMirroredStrategy`."""
     return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-
-
-def uses_collectives(strategy: tf.distribute.Strategy) -> bool:
-    """Whether TensorFlow's collectives gather tensors of the replicas of ``strategy``."""
-    operation = getattr(strategy.extended, "_cross_device_ops", None)
-    return strategy.num_replicas_in_sync > 1 and not isinstance(operation, _GATHER_ON_ONE_DEVICE)
 
 
 def cluster_of(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> Cluster:
