@@ -22,6 +22,7 @@ from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
 from ctl.phases.base_step import EvalStep, build_model
 from ctl.phases.checks import check_step_kind
+from ctl.phases.metrics import makes_variables_late
 from ctl.phases.trace_guards import TraceGuards
 
 # Takes the number of finished batches and the number of all batches (None if unknown).
@@ -101,13 +102,17 @@ class Evaluator:
         return known
 
     def trace(self) -> None:
-        """Traces the graph that `run` then uses, and runs nothing: a mistake is known before the
-        training. With several workers, all of them must call it."""
+        """Traces the graph that `run` then uses: a mistake is known before the training. Runs
+        nothing, but for a batch if a metric makes variables in its first update. With several
+        workers, all of them must call it."""
         self._iterator = self._iterator or self._start()
         report, version = self._pace.worker_report(False), self._guards.version_for(self.step)
-        self._eval_steps.get_concrete_function(
-            self._iterator, self._resident, tf.constant(1), report, version
-        )
+        arguments = (self._iterator, self._resident, tf.constant(1), report, version)
+        if any(makes_variables_late(metric) for metric in self.step.all_metrics()):
+            self._eval_steps(*arguments)  # TensorFlow makes variables in a loop only as it runs it
+            self._iterator = None
+        else:
+            self._eval_steps.get_concrete_function(*arguments)
         self._guards.snapshot(self.step, ran=True)
         for other in self.others.values():
             other.trace()

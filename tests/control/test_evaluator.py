@@ -276,3 +276,32 @@ def test_is_traced_before_the_training_and_not_again():
     assert traces() == 1
     loop.train_and_evaluate(4, evaluate_every=2)
     assert traces() == 1
+
+
+class LastOutputs(keras.metrics.Metric):
+    """Makes its variable when it knows how many outputs there are, as users' metrics do."""
+
+    sums = None
+
+    def update_state(self, labels, outputs, sample_weight=None):
+        if self.sums is None:
+            self.sums = self.add_weight(shape=outputs.shape[1:], initializer="zeros", name="sums")
+        self.sums.assign_add(tf.reduce_sum(outputs, 0))
+
+    def result(self):
+        return self.sums[-1]
+
+
+def test_a_metric_that_makes_variables_late_is_traced_too():
+    class Own(EvalStep):
+        def loss(self, batch):
+            return super().loss(batch)
+
+    results = []
+    for traced in (False, True):
+        keras.utils.set_random_seed(0)
+        evaluator = Evaluator(Own(mlp(), metrics=[LastOutputs(name="last")]), held_out(20, 1))
+        if traced:
+            evaluator.trace()
+        results.append(evaluator.run())
+    assert results[0] == results[1] and results[0]["last"]
