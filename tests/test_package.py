@@ -201,7 +201,7 @@ def test_every_console_script_can_be_called(wheel):
 def test_what_is_imported_is_declared(wheel):
     requirements = metadata(wheel).get_all("Requires-Dist")
     # These extras are what ctl itself imports.
-    extras = ("privacy", "parquet", "mlflow", "wandb", "notebook", "stores")
+    extras = ("privacy", "parquet", "mlflow", "wandb", "notebook", "stores", "hub")
     needed = [r for r in requirements if "extra ==" not in r or any(e in r for e in extras)]
     names = [re.match(r"[\w-]+", r)[0] for r in needed]
     declared = {IMPORTED_AS.get(name, name.replace("-", "_")) for name in names}
