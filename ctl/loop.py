@@ -69,7 +69,7 @@ from ctl.distributed.watch import watchdog
 from ctl.errors import PeerError, Preempted, UsageError
 from ctl.logs.history import History
 from ctl.logs.progress import showing
-from ctl.phases import freezing, noinline
+from ctl.phases import freezing, labels, noinline
 from ctl.phases.base_step import build_model
 from ctl.phases.checks import (
     check_arguments,
@@ -711,7 +711,7 @@ class Loop:
                 self.signals.button(),
                 workers.naming_lost_peers(self.strategy, doing, lambda: self.global_step),
                 translate_data_errors(*datasets),
-                local_batch.translate_graph_checks(),
+                local_batch.translate_graph_checks(self._place_of),
                 translate_trace_errors(self.step),
             ):
                 yield
@@ -722,6 +722,11 @@ class Loop:
             raise
         finally:
             self._doing = before
+
+    def _place_of(self, index: int) -> str:
+        """Says where ``index`` is in the data of the step that failed."""
+        failed = self.global_step + 1
+        return labels.place_of(self.dataset, failed, failed, index)
 
     def _finish_saving(self) -> None:
         """What the watchdog does before it ends this process."""

@@ -20,6 +20,7 @@ from ctl.data.feed import open_batches, waiting_for
 from ctl.distributed import gathers, local_batch, workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
+from ctl.phases import labels
 from ctl.phases.base_step import EvalStep, build_model
 from ctl.phases.checks import check_step_kind
 from ctl.phases.metrics import makes_variables_late
@@ -162,11 +163,12 @@ class Evaluator:
             start = time.perf_counter()
             report = self._pace.worker_report(asked_to_stop())
             version = self._guards.version_for(self.step)
+            place_of = functools.partial(labels.place_of, self.dataset, done + 1, done + steps)
             try:
                 first = self._pace.will_trace((version, eager))
                 with (
                     watchdog.collective("the evaluation", first=first),
-                    local_batch.translate_graph_checks(),
+                    local_batch.translate_graph_checks(place_of),
                 ):
                     sums = eval_steps(iterator, self._resident, tf.constant(steps), report, version)
                     loss, examples, asked, pace, *logged = sums.numpy().tolist()

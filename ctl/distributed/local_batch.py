@@ -390,8 +390,9 @@ def _refuse_if(condition: tf.Tensor, name: str) -> None:
 
 
 @contextlib.contextmanager
-def translate_graph_checks() -> Iterator[None]:
-    """Turns the failure of a check of this module in a running graph into a `UsageError`."""
+def translate_graph_checks(place_of: Callable[[int], str] | None = None) -> Iterator[None]:
+    """Turns the failure of a check of this module in a running graph into a `UsageError`.
+    ``place_of`` says where in the data an index is."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
@@ -406,9 +407,10 @@ def translate_graph_checks() -> Iterator[None]:
                 f"be 0 to {classes - 1}"
             ) from error
         if index := _INDEX.search(text):
-            value, size = index[1], int(index[2])
+            value, size = int(index[1]), int(index[2])
+            place = place_of(value) if place_of else ""
             raise UsageError(
-                f"index {value} is outside of a table of {size} rows, such as that of an "
+                f"index {value}{place} is outside of a table of {size} rows, such as that of an "
                 f"Embedding: indices must be 0 to {size - 1}"
             ) from error
         raise

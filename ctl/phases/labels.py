@@ -249,18 +249,44 @@ def check_ids(model: keras.Model, dataset: Any, step: int | None = None) -> None
                 if isinstance(layer, keras.layers.Embedding) and layer.input is one:
                     is_scaled = ids.dtype == np.uint8 and tf.as_dtype(one.dtype).is_floating
                     if not is_scaled:  # see `ctl.phases.base_step.scale_images`
-                        _check_rows(np.asarray(ids), layer, where)
+                        feature = f"feature {one.name} of " if len(inputs) > 1 else ""
+                        _check_rows(np.asarray(ids), layer, feature, where)
 
 
-def _check_rows(ids: np.ndarray, layer: keras.layers.Embedding, where: str) -> None:
+def _check_rows(ids: np.ndarray, layer: keras.layers.Embedding, feature: str, where: str) -> None:
     if ids.dtype.kind not in "iu" or not ids.size:
         return
     wrong = ids.max() if ids.max() >= layer.input_dim else ids.min()
     if not 0 <= wrong < layer.input_dim:
         raise UsageError(
-            f"id {wrong}{where} is outside of layer {layer.name}, which has {layer.input_dim} "
-            f"rows: ids must be 0 to {layer.input_dim - 1}"
+            f"id {wrong} in {feature}example {_first_with(wrong, ids)}{where} is outside of layer "
+            f"{layer.name}, which has {layer.input_dim} rows: ids must be 0 to "
+            f"{layer.input_dim - 1}"
         )
+
+
+def _first_with(value: int, leaf: np.ndarray) -> int:
+    return int(np.argmax((leaf == value).reshape(len(leaf), -1).any(axis=1)))
+
+
+def place_of(dataset: Any, first: int, last: int, value: int) -> str:
+    """Says which example has the id ``value``, of those in memory or in the batches of the steps
+    ``first`` to ``last``, and in which feature; nothing if that is not certain."""
+    for step in range(first, last + 1):
+        batch, where = _examples(dataset, step)
+        features = batch[0] if isinstance(batch, tuple | list) and batch else batch
+        found = []
+        for path, leaf in keras.tree.flatten_with_path(features):
+            ids = np.asarray(leaf.to_tensor(value - 1) if hasattr(leaf, "to_tensor") else leaf)
+            is_image = ids.dtype == np.uint8 and ids.ndim > 2
+            if ids.dtype.kind in "iu" and ids.ndim and not is_image and (ids == value).any():
+                feature = f"feature {'/'.join(map(str, path))} of " if path else ""
+                found.append(f" in {feature}example {_first_with(value, ids)}{where}")
+        if found:
+            return found[0] if len(found) == 1 else ""
+        if not where:  # all were in memory
+            break
+    return ""
 
 
 @contextlib.contextmanager

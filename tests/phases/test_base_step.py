@@ -37,5 +37,5 @@ def test_a_model_of_tokens_gets_bytes_as_they_are():
     results = ctl.Evaluator(ctl.EvalStep(made), (BYTES, labels)).run()
     losses = keras.losses.sparse_categorical_crossentropy(labels, made(BYTES), from_logits=True)
     assert results["loss"] == pytest.approx(float(tf.reduce_mean(losses)), rel=1e-6)
-    with pytest.raises(UsageError, match="^id 255 is outside of layer embedding"):
+    with pytest.raises(UsageError, match="^id 255 in example 0 is outside of layer e"):
         ctl.Loop(ctl.TrainStep(model(255), "sgd"), (BYTES, labels), global_batch_size=2)

@@ -233,7 +233,7 @@ class TestIds:
     bad = (*good, (1, 2), (3, 99), (0, 0), (4, 4))
 
     def test_in_memory(self):
-        with pytest.raises(UsageError, match="^id 99 is outside of layer words, .* 0 to 4$"):
+        with pytest.raises(UsageError, match="^id 99 in example 5 is outside of layer wor.* 4$"):
             self.made(self.bad, in_memory=True)
 
     def test_of_inputs_by_name(self):
@@ -244,7 +244,7 @@ class TestIds:
         features = {"item": np.array([4, 0], np.int32), "user": np.array([98, 7], np.int32)}
         labels.check_ids(model, InMemory((features, features["item"]), global_batch_size=2))
         features["item"][1] = 5
-        with pytest.raises(UsageError, match="^id 5 is outside of layer few"):
+        with pytest.raises(UsageError, match="^id 5 in feature item of example 1 is outs.* few"):
             labels.check_ids(model, InMemory((features, features["item"]), global_batch_size=2))
 
     @pytest.mark.parametrize("replicas", [1, 2])
@@ -252,7 +252,8 @@ class TestIds:
         loop = self.made(self.bad, strategy=mirrored(replicas), jit_compile=True)
         loop.train(1)
         assert "call" not in vars(loop.step.model.layers[0])
-        with pytest.raises(UsageError, match="^id 99 in the batch of step 2 is outside of layer w"):
+        where = "example 1 in the batch of step 2"
+        with pytest.raises(UsageError, match=f"^id 99 in {where} is outside of layer words"):
             loop.train(2)
 
     def test_of_another_model_under_xla(self):
@@ -261,10 +262,30 @@ class TestIds:
             loop.train(2)
 
     def test_without_xla(self):
-        with pytest.raises(
-            UsageError, match="^index 99 is outside of a table of 5 rows, .* 0 to 4$"
-        ):
+        where = "example 1 in the batch of step 2"
+        with pytest.raises(UsageError, match=f"^index 99 in {where} is outside of a table of 5 r"):
             self.made(self.bad).train(2)
+
+    def test_of_several_features(self):
+        """Of a model that is not functional, nothing is known before it fails."""
+
+        class TwoTables(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.of_user = keras.layers.Embedding(9, CLASSES)
+                self.of_item = keras.layers.Embedding(5, CLASSES)
+
+            def call(self, ids):
+                return self.of_user(ids["user"]) + self.of_item(ids["item"])
+
+        features = {"user": np.array([1, 2, 8, 3], np.int32), "item": np.array([0, 1, 2, 6])}
+        data = InMemory((features, np.zeros(4, np.int64)), global_batch_size=2)
+        place = "in feature item of example 3"
+        with pytest.raises(UsageError, match=f"^index 6 {place} is outside of a table of 5 rows"):
+            make_loop(data=data, model=TwoTables).train(2)
+        evaluator = Evaluator(EvalStep(TwoTables()), data)
+        with pytest.raises(UsageError, match=f"^index 6 {place} is outside of a table of 5 rows"):
+            evaluator.run()
 
     def test_those_inside_have_the_same_bits(self, monkeypatch):
         losses = []
