@@ -91,8 +91,8 @@ class TrainStep(BaseStep):
             replica, XLA compiles the whole step, and several steps at once if batches come in
             blocks. None decides by rule, see `ctl.control.jit`.
         jit_update: compiles the update with XLA, see `ctl.phases.apply.Updater`.
-        sparse_rows: which embedding tables are trained by rows: ``"auto"``, ``"on"`` or ``"off"``,
-            see `ctl.phases.sparse_rows.Tables`.
+        sparse_rows: which embedding tables are trained by rows: ``"auto"``, ``"on"``, ``"lazy"`` or
+            ``"off"``, see `ctl.phases.sparse_rows.Tables`.
         embedding_plan: where these tables are: ``"replicated"``, on every replica;
             ``"sharded"``: their rows are split over all replicas, see `ctl.phases.shards`.
             ``"auto"`` decides for each table, see `ctl.phases.table_plan`.

@@ -505,7 +505,8 @@ def define_step_flags() -> None:
             "only the rows that its batch looks up, with the numbers of a dense gradient. auto: "
             "those of 4 MiB or more, if the optimizer moves no other row; the log says why not. "
             "on: all of them, whose other rows are brought up to date when they are read; or an "
-            "error.",
+            "error. lazy: all, and other rows do not move, as with LazyAdam and SparseAdam, which "
+            "are other algorithms than Adam.",
         )
         flags.DEFINE_enum(
             "embedding_plan",

@@ -95,6 +95,15 @@ def rule_of(optimizer: keras.optimizers.Optimizer, table: keras.Variable) -> Rul
     return rule._replace(decay=decay)
 
 
+def why_not_lazy(optimizer: keras.optimizers.Optimizer) -> str | None:
+    """Why ``optimizer`` cannot leave alone the rows without a gradient, and their slots; None if it
+    can."""
+    kinds = ("SGD", "Adagrad", "RMSprop", "Adam", "AdamW", "Ftrl")
+    if is_plain(optimizer) and type(optimizer).__name__ in kinds:
+        return None
+    return f"{type(optimizer).__name__} is none of {', '.join(kinds)} of Keras"
+
+
 _SETTINGS = (
     *("momentum", "nesterov", "centered", "rho", "beta_1", "beta_2", "epsilon", "amsgrad"),
     *("l1_regularization_strength", "l2_regularization_strength", "learning_rate_power", "beta"),

@@ -21,7 +21,7 @@ from ctl.base.tf_internals import copy_here
 from ctl.base.units import size_text
 from ctl.distributed import replicas
 from ctl.errors import UsageError
-from ctl.phases.deferred import Deferred, Rule, rule_of
+from ctl.phases.deferred import Deferred, Rule, rule_of, why_not_lazy
 from ctl.phases.fetching import fetch_first, fetched, unfetch
 from ctl.phases.optimizers import optimizer_of, read_rows, slots_of, update_rows
 from ctl.phases.shards import Shards, Split, Wanted, look_up
@@ -160,12 +160,13 @@ class Tables:
     Args:
         step: a `ctl.TrainStep` whose updater is made. By its ``sparse_rows``, tables of at least
             `LEAST_BYTES` are trained by rows if their optimizer moves no other row (``"auto"``),
-            all are (``"on"``), or none is (``"off"``).
+            all are (``"on"``), or none is (``"off"``). With ``"lazy"``, all are, and rows without a
+            gradient stay as they are, whatever the optimizer.
         shards: of the tables that are split, by the id of their Keras variable, see `split_tables`.
 
     Raises:
-        UsageError: ``sparse_rows`` is ``"on"``, and a table cannot be trained by rows; or one that
-            is split.
+        UsageError: ``sparse_rows`` is ``"on"`` or ``"lazy"``, and a table cannot be trained by
+            rows; or one that is split.
     """
 
     def __init__(self, step: Any, shards: Mapping[int, Shards]):
@@ -179,19 +180,21 @@ class Tables:
                 continue
             optimizer = step.updater.group_of(variable).optimizer
             size = _bytes_of(variable) if parts is None else parts.bytes
-            rule = why_dense(step, step.strategy, variable, layers) or rule_of(optimizer, variable)
+            why = why_dense(step, step.strategy, variable, layers)
+            rule = why or rule_for(step, optimizer, variable)
             if isinstance(rule, Rule) and step.sparse_rows == "auto":
                 rule = (
                     f"{type(optimizer).__name__} moves rows that have no gradient, which "
                     "sparse_rows=on defers (--sparse_rows=on)"
                 )
-            if isinstance(rule, str) and (parts or step.sparse_rows == "on"):
-                setting = "embedding_plan=sharded" if parts else "sparse_rows=on"
+            if isinstance(rule, str) and (parts or takes_all(step)):
+                setting = "embedding_plan=sharded" if parts else f"sparse_rows={step.sparse_rows}"
                 raise UsageError(
                     f"layer {layers[0].name} cannot be trained by rows, because {rule}: leave "
                     f"{setting} (--{setting}) out"
                 )
             way = f"dense, because {rule}" if isinstance(rule, str) else "by rows"
+            way += ", lazily" if step.sparse_rows == "lazy" else ""
             way += ", split over the replicas" if parts else ""
             by_way.setdefault(way, []).append((variable.path, size))
             if isinstance(rule, str):
@@ -367,7 +370,19 @@ def _is_wanted(step: Any, table: keras.Variable) -> bool:
     if step.table_plan:
         return table.path in _planned(step, "by rows", "split")
     large = _bytes_of(table) >= LEAST_BYTES
-    return step.sparse_rows == "on" or (large and step.sparse_rows == "auto")
+    return takes_all(step) or (large and step.sparse_rows == "auto")
+
+
+def takes_all(step: Any) -> bool:
+    """Whether ``sparse_rows`` asks for all tables, or an error."""
+    return step.sparse_rows in ("on", "lazy")
+
+
+def rule_for(
+    step: Any, optimizer: keras.optimizers.Optimizer, table: keras.Variable
+) -> Rule | str | None:
+    """As `rule_of`; with ``sparse_rows="lazy"``, rows that have no gradient do not move."""
+    return why_not_lazy(optimizer) if step.sparse_rows == "lazy" else rule_of(optimizer, table)
 
 
 def _planned(step: Any, *ways: str) -> set[str]:

@@ -24,11 +24,17 @@ from ctl.base.tf_internals import gpu_memory_limits
 from ctl.base.units import size_text
 from ctl.data.global_batches import read_again
 from ctl.distributed import workers
-from ctl.phases.deferred import rule_of
 from ctl.phases.fetching import ids_of
 from ctl.phases.optimizers import optimizer_of, slots_of
 from ctl.phases.plan.plan import TableWay, lines_of
-from ctl.phases.sparse_rows import LEAST_BYTES, tables_of, why_dense, why_whole
+from ctl.phases.sparse_rows import (
+    LEAST_BYTES,
+    rule_for,
+    tables_of,
+    takes_all,
+    why_dense,
+    why_whole,
+)
 from ctl.phases.tracked_state import put_back
 
 _SHARE = 0.8  # of the memory that is available, which tables may take
@@ -92,11 +98,11 @@ def _decide(
         rows, width = variable.shape
         size = _size(variable)
         optimizer, seen = optimizer_of(step.optimizer, variable), looked[variable.path]
-        rule = why_dense(step, strategy, variable, layers) or rule_of(optimizer, variable)
+        rule = why_dense(step, strategy, variable, layers) or rule_for(step, optimizer, variable)
         of_row = size // rows + 4  # with its number
         dense = 2 * (count - 1) * size // count
         sent = (count - 1) * seen.rows * of_row if seen else None
-        by_rows = step.sparse_rows == "on" or (
+        by_rows = takes_all(step) or (
             step.sparse_rows == "auto"
             and rule is None
             and size >= LEAST_BYTES

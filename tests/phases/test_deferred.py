@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from ctl.errors import UsageError
 from ctl.phases import deferred as module
-from ctl.phases.deferred import Deferred, rule_of
-from ctl.phases.optimizers import update_rows, update_variable, with_rate
+from ctl.phases.deferred import Deferred, rule_of, why_not_lazy
+from ctl.phases.optimizers import read_rows, update_rows, update_variable, with_rate
 
 ROWS, WIDTH, UPDATES, TOUCHED = 200, 3, 1000, 12
 EPSILON = 2.0**-23
@@ -102,8 +102,22 @@ def in_float64(formula, options) -> np.ndarray:
     return weights
 
 
-def trained(kind: str, options, dtype: str, deferred: bool) -> np.ndarray:
-    """The table after all updates: of rows, or of dense gradients as Keras makes them."""
+def lazily_in_float64(formula, options) -> np.ndarray:
+    """Each row has a life of its own: only its gradients move it."""
+    weights, rows, gradients, rates = drawn()
+    options, slots = dict(options), [{} for _ in range(ROWS)]
+    decay = options.pop("weight_decay", 0.0)
+    for update in range(UPDATES):
+        rate = float(rates[update])
+        for row, gradient in zip(rows[update], gradients[update].astype("float64"), strict=True):
+            decayed = weights[row] * (1 - decay * rate)
+            weights[row] = formula(decayed, gradient, slots[row], rate, update + 1, **options)
+    return weights
+
+
+def trained(kind: str, options, dtype: str, how: str) -> np.ndarray:
+    """The table after all updates: of rows, `deferred` or `lazy`, or of `dense` gradients as Keras
+    makes them."""
     table, rows, gradients, rates = map(tf.constant, drawn())
     names = {"l1": "l1_regularization_strength", "l2": "l2_regularization_strength"}
     options = {names.get(name, name): value for name, value in options.items()}
@@ -119,10 +133,12 @@ def trained(kind: str, options, dtype: str, deferred: bool) -> np.ndarray:
     def update(number: tf.Tensor) -> None:
         numbers, gradient = rows[number], tf.cast(gradients[number], dtype)
         on = with_rate(optimizer, rates[number])
-        if deferred:
-            slices = tf.IndexedSlices(gradient, numbers)
+        slices = tf.IndexedSlices(gradient, numbers)
+        if how == "deferred":
             update_rows(on, variable, slices, *late.read(numbers))
             late.note_update(numbers, rates[number])
+        elif how == "lazy":
+            update_rows(on, variable, slices, *read_rows(variable, optimizer, numbers))
         else:
             whole = tf.scatter_nd(numbers[:, tf.newaxis], gradient, [ROWS, WIDTH])
             update_variable(on, variable, whole)
@@ -138,13 +154,13 @@ def trained(kind: str, options, dtype: str, deferred: bool) -> np.ndarray:
         last = min(UPDATES, done + late.make_room())
         train(tf.constant(done), tf.constant(last))
         done = last
-    return (late.value() if deferred else variable.value).numpy()
+    return (late.value() if how == "deferred" else variable.value).numpy()
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_in_float64_it_equals_a_dense_loop_of_numpy(case):
     kind, formula, options = CASES[case]
-    want, got = in_float64(formula, options), trained(kind, options, "float64", True)
+    want, got = in_float64(formula, options), trained(kind, options, "float64", "deferred")
     assert np.abs(got - want).max() < 2e-8 * np.abs(want).max()
 
 
@@ -153,8 +169,16 @@ def test_in_float64_it_equals_a_dense_loop_of_numpy(case):
 )
 def test_in_float32_it_equals_dense_updates_of_keras(case):
     kind, _, options = CASES[case]
-    want, got = (trained(kind, options, "float32", deferred) for deferred in (False, True))
+    want, got = (trained(kind, options, "float32", how) for how in ("dense", "deferred"))
     assert np.abs(got - want).max() < 2e-6 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("case", ["nesterov", "rmsprop momentum", "ftrl", "adam", "adamw"])
+def test_lazily_a_row_moves_by_its_own_gradients_only(case):
+    kind, formula, options = CASES[case]
+    want, got = lazily_in_float64(formula, options), trained(kind, options, "float64", "lazy")
+    assert np.abs(got - want).max() < 2e-8 * np.abs(want).max()
+    assert np.abs(got - in_float64(formula, options)).max() > 1e-4 * np.abs(want).max()
 
 
 @pytest.mark.parametrize("case", ["nesterov", "adamw"])
@@ -162,7 +186,7 @@ def test_equals_them_where_all_rows_are_brought_up_to_date_now_and_then(case, mo
     monkeypatch.setattr(module, "HISTORY", 50)
     monkeypatch.setattr(module, "_ROWS_AT_A_TIME", 64)
     kind, formula, options = CASES[case]
-    want, got = in_float64(formula, options), trained(kind, options, "float64", True)
+    want, got = in_float64(formula, options), trained(kind, options, "float64", "deferred")
     assert np.abs(got - want).max() < 2e-8 * np.abs(want).max()
 
 
@@ -181,6 +205,11 @@ def test_equals_them_where_all_rows_are_brought_up_to_date_now_and_then(case, mo
 )
 def test_says_what_cannot_be_deferred(optimizer, words):
     assert words in rule_of(optimizer(), keras.Variable(np.zeros([4, 2]), dtype="float32"))
+
+
+def test_says_which_optimizers_are_not_lazy():
+    assert why_not_lazy(keras.optimizers.Nadam()).startswith("Nadam is none of SGD, ")
+    assert why_not_lazy(keras.optimizers.Adam(amsgrad=True)) is None
 
 
 def test_half_precision_is_not_deferred():

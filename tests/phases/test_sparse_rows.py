@@ -105,6 +105,24 @@ def test_equals_them_on_two_workers(mirrored, job, tmp_path):
             assert_close(got, want)
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_lazily_rows_without_a_gradient_stay(mirrored, split):
+    """On several replicas, the tables whole or split, as on one."""
+    ids, labels = np.array([[0, 1, 2, 0, 1]] * 32, "int32"), np.arange(32) % CLASSES
+    data = InMemory((ids, labels), global_batch_size=8, seed=1)
+    found = []
+    for replicas in (1, 2):
+        plan = "sharded" if split and replicas > 1 else "replicated"
+        loop = make(mirrored(replicas), "lazy", "adamw", data=data, embedding_plan=plan)
+        before = loop.step.model.get_weights()[0]
+        loop.train(10)
+        assert not loop.step.tables.deferred
+        found.append(loop.step.model.get_weights())
+        moved = (found[-1][0] != before).any(axis=1)
+        assert moved[: ids.max() + 1].all() and not moved[ids.max() + 1 :].any()
+    assert_close(found[1], found[0])
+
+
 def test_a_resume_changes_no_bit(mirrored, tmp_path):
     def variables(loop):
         return [v.numpy() for group in loop.state.variables().values() for v in group]
