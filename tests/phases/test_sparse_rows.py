@@ -270,6 +270,49 @@ def test_ragged_ids_and_ids_from_the_end(mirrored):
         np.testing.assert_array_equal(one, other)
 
 
+def of_words(kind: str) -> keras.Model:
+    """A model of words, or of their ids padded with 0, each with a weight."""
+    embedding, pool = keras.layers.Embedding(ROWS, WIDTH), keras.layers.GlobalAveragePooling1D()
+    words, weights = keras.Input([IDS], dtype="string"), keras.Input([IDS])
+    if kind == "hashing":
+        found = pool(embedding(keras.layers.Hashing(ROWS)(words)))
+    elif kind == "lookup":
+        found = pool(embedding(keras.layers.StringLookup(vocabulary=WORDS)(words)))
+    else:
+        words = keras.Input([IDS], dtype="int32")
+        embedding.mask_zero = kind == "padded"
+        found = pool(embedding(words))  # of those that are no padding
+        if kind == "weighted":
+            found = keras.ops.einsum("nt,ntd->nd", weights, embedding(words))
+        elif kind == "shared":
+            found += pool(embedding(keras.ops.flip(words, 1)[:, :2]))
+    return keras.Model([words, weights], keras.layers.Dense(CLASSES)(found))
+
+
+WORDS = [f"word {number}" for number in range(ROWS - 1)]
+
+
+@pytest.mark.parametrize("kind", ["hashing", "lookup", "padded", "weighted", "shared"])
+def test_hashed_words_and_bags(mirrored, kind):
+    random = np.random.default_rng(0)
+    ids = random.integers(0, 9, (40, IDS)) * random.integers(0, 2, (40, IDS))
+    words = np.array(WORDS)[ids] if kind in ("hashing", "lookup") else ids.astype("int32")
+    features = words, random.uniform(size=ids.shape).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((features, random.integers(0, CLASSES, 40)))
+
+    def weights(replicas, rows, plan):
+        keras.utils.set_random_seed(1)
+        with mirrored(replicas).scope():
+            model = of_words(kind)
+            step = TrainStep(model, OPTIMIZERS["adamw"](), sparse_rows=rows, embedding_plan=plan)
+        loop = Loop(step, data.batch(8).repeat(), strategy=mirrored(replicas))
+        assert len([*loop.step.tables]) == (rows == "on")
+        loop.train(10)
+        return model.get_weights()
+
+    assert_close(weights(2, "on", "sharded"), weights(1, "off", "replicated"))
+
+
 class Clips(TrainStep):
     def clip(self, gradients):
         return super().clip(gradients)
