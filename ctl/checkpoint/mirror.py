@@ -42,7 +42,9 @@ from ctl.errors import CheckpointError, CtlError
 LEASE = 20.0  # seconds
 _OFTEN = 30.0  # seconds between two copies of logs
 _LONGEST_PAUSE = 15.0  # seconds between two tries of a store that fails
-_STEP = re.compile(r"((?:.*/)?)(step-\d{10,})/(.+)")
+# A file of a checkpoint of this run. Other runs may be below the URL; nothing of them is touched.
+_STEP = re.compile(r"((?:checkpoints/)?)(step-[0-9]{10,})/(.+)")
+_IN_STEP = re.compile(r"(.*/)?step-[0-9]{10,}/.*")
 _OWNER = re.compile(r"owner/(\d+)\.json")
 _NOT_COPIED = re.compile(r"(.*/)?(\.[^/]*|tmp-[\w.-]+-\d+-[0-9a-f]{8}(/.*)?)")
 KEEP_TRYING = 600.0  # seconds
@@ -100,11 +102,17 @@ class Mirror:
         self._lock: durable.Lock | None = None
         self._ends = threading.Event()
         if writes:
-            self.directory, self._lock = _directory(self.url)
             try:
+                self.directory, self._lock = _directory(self.url)
                 self._bring()
-            except BaseException:
-                self._lock.release()
+            except BaseException as error:
+                if self._lock:
+                    self._lock.release()
+                if isinstance(error, OSError):
+                    raise CheckpointError(
+                        f"cannot write the files of {self.url} on this machine, to {cache.path()}: "
+                        f"{error.strerror}; make room there, or set XDG_CACHE_HOME"
+                    ) from error
                 raise
             self._thread = threading.Thread(target=self._run, name="ctl-mirror", daemon=True)
             self._thread.start()
@@ -242,7 +250,7 @@ class Mirror:
         return [
             name
             for name, size in names.items()
-            if not (_STEP.fullmatch(name) or name.endswith("latest.json"))
+            if not (_IN_STEP.fullmatch(name) or name.endswith("latest.json"))
             and stores.is_small(name, size)
         ]
 
@@ -266,24 +274,25 @@ class Mirror:
         since = time.monotonic()
         while True:
             number, data = self._owner()
+            left = _has_left(data) or _token(data) == self._token  # a try of this one that failed
             if number and (number, data) != seen:
-                if seen and seen[0] == number and not _has_left(data):
+                if seen and seen[0] == number and not left:
                     raise self._taken(data)  # it has renewed its object
-                if seen is None and not _has_left(data):
+                if seen is None and not left:
                     logging.info("%s: waiting up to %.0f s: %s", self.url, LEASE, _name(data))
                 seen, since = (number, data), time.monotonic()
-            if not number or _has_left(data) or time.monotonic() - since >= LEASE:
+            if not number or left or time.monotonic() - since >= LEASE:
                 try:
                     self._store.write(f"owner/{number + 1:08d}.json", self._says(), only_new=True)
                 except FileExistsError:
                     written = self._owner()
                     if _token(written[1]) != self._token:  # else it was this one, a lost answer
                         raise self._taken(written[1]) from None
-                self._number = number + 1
                 break
             time.sleep(min(1.0, LEASE / 10))
         # What another has written since the start is of this run, too.
         self._bring_manifests(self._store.list())
+        self._number = number + 1  # from now on, the thread copies checkpoints, and deletes
         threading.Thread(target=self._renew, name="ctl-owner", daemon=True).start()
 
     def _owner(self) -> tuple[int, bytes]:

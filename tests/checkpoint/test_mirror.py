@@ -177,6 +177,59 @@ def test_a_run_that_is_deleted_is_not_written_on(url, state):
     assert not open_store(url).list()
 
 
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_other_runs_below_the_url_are_left_alone(url, state, tmp_path):
+    """Nor is anything written beside the directory of this machine."""
+    store, other = open_store(url), {}
+    with CheckpointManager(tmp_path / "disk") as manager:
+        manager.save(9, state)
+    for place in ("other/checkpoints", "other", "../../.."):
+        for file in (tmp_path / "disk/step-0000000009").iterdir():
+            other[f"{place}/step-0000000009/{file.name}"] = file.read_bytes()
+    for name, data in other.items():
+        store._fs.pipe_file(store._place(name), data)
+    with CheckpointManager(f"{url}/checkpoints") as first, Mirror(url) as whole:
+        first.save(1, state)
+        first.save(2, state)
+        assert not list(whole.directory.rglob("step-0000000009"))
+    with Mirror(url) as again:
+        again.own()
+        shutil.rmtree(again.directory / "checkpoints/step-0000000001")
+        again.flush()
+        assert not [*(tmp_path / "cache").rglob("step-0000000009")]
+    names = store.list()
+    assert "checkpoints/step-0000000002/manifest.json" in names
+    assert "checkpoints/step-0000000001/manifest.json" not in names
+    assert {name: store._fs.cat_file(store._place(name)) for name in other} == other
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_it_owns_the_run_when_it_has_seen_what_is_there(url, monkeypatch):
+    """Before, its thread could delete what another one has finished meanwhile. A try that fails is
+    not waited for."""
+    with Mirror(url) as run:
+        bring, numbers = run._bring_manifests, []
+
+        def fail_once(names):
+            numbers.append(run._number)
+            if len(numbers) == 1:
+                raise stores.StoreError("no")
+            return bring(names)
+
+        monkeypatch.setattr(run, "_bring_manifests", fail_once)
+        with pytest.raises(stores.StoreError):
+            run.own()
+        run.own()
+        assert numbers == [0, 0] and run._number == 2
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_a_cache_that_cannot_be_written(url, monkeypatch):
+    monkeypatch.setattr(mirror.durable, "Lock", lambda path: mirror.os.open("/proc/no", 1))
+    with pytest.raises(CheckpointError, match=f"the files of {url} on this machine, .* XDG_CACHE"):
+        Mirror(url)
+
+
 def test_one_process_writes(url, state, monkeypatch):
     monkeypatch.setattr(mirror, "LEASE", 1.0)
     monkeypatch.setattr(mirror, "_has_left", lambda data: b'"left": true' in data)
