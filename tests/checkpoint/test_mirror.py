@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from paths import ROOT
 from ctl.base import stores
 from ctl.base.stores import NothingThere, open_store
 from ctl.checkpoint import CheckpointManager, Reader, load_weights, mirror
+from ctl.checkpoint import manager as manager_module
 from ctl.checkpoint.mirror import Mirror
 from ctl.errors import CheckpointError
 
@@ -287,11 +289,93 @@ def test_training_goes_on_until_keep_trying_ends(url, state, monkeypatch):
         with pytest.raises(CheckpointError, match="keep_trying"):
             manager.close()
     assert Reader(url).saved.step == 3
-    # What the store lacks is not deleted by the next start, and is a run as on a disk.
+    # What the store lacks is a run as on a disk.
     kept = manager._mirror.directory
+    with CheckpointManager(str(kept), read_only=True) as disk:
+        assert disk.latest().step == 4
+
+
+@pytest.fixture
+def unsent(url, state, monkeypatch) -> Path:
+    """The directory of a writer that was killed while its store failed: 1 is there, 2 is not."""
+    store = open_store(url)
+    manager = CheckpointManager(url)
+    manager.save(1, state, wait=True)
+    copies = threading.Event()
+    with monkeypatch.context() as failing:
+        failing.setattr(manager._mirror, "_copy", lambda: (copies.set(), threading.Event().wait()))
+        (manager.directory / "metrics.jsonl").write_text("2\n")
+        change(state, 2)
+        manager.save(2, state)
+        manager.wait()
+        assert copies.wait(30)
+    manager._lock.release()
+    manager._mirror._lock.release()
+    (owner,) = store.list("owner")
+    store.write(owner, store.read(owner).replace(b'"left": false', b'"left": true'))
+    mirror._open.clear()
+    manager_module._writers.clear()
+    return manager.directory
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_what_was_not_copied_is_copied_by_the_next_start(url, state, unsent, monkeypatch):
+    """By the chief: a later worker leaves it alone."""
+    assert "step-0000000002/manifest.json" not in open_store(url).list()
+    task = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
+    with monkeypatch.context() as later:
+        later.setenv("TF_CONFIG", json.dumps(task))
+        with Mirror(url) as other:
+            assert other.directory != unsent
+    state["model"][0].assign(tf.zeros([50, 3]))
     with CheckpointManager(url) as manager:
-        assert manager._mirror.directory != kept and manager.latest().step == 3
-    assert CheckpointManager(str(kept)).latest().step == 4
+        assert manager.directory == unsent and manager.restore(state).step == 2
+        np.testing.assert_array_equal(state["model"][0], tf.fill([50, 3], 2.0) / 3)
+    assert Reader(url).saved.step == 2 and open_store(url).read("metrics.jsonl") == b"2\n"
+    assert not (unsent / ".unsent").exists()
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_what_was_not_copied_was_deleted(url, state, unsent):
+    """Then the run goes on with what the store has."""
+    shutil.rmtree(unsent)
+    unsent.mkdir()
+    (unsent / ".unsent").write_text(mirror._token(open_store(url).read("owner/00000001.json")))
+    with CheckpointManager(url) as manager:
+        assert manager.directory == unsent and manager.restore(state).step == 1
+        manager.save(3, state)
+    kept = {name.partition("/")[0] for name in open_store(url).list()}
+    assert {"step-0000000001", "step-0000000003"} <= kept
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_another_has_written_since(url, state, unsent, tmp_path, monkeypatch, warnings_of):
+    """What was not copied is kept, and named."""
+    with monkeypatch.context() as elsewhere:
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        elsewhere.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+        with CheckpointManager(url) as manager:
+            assert manager.restore(state).step == 1
+            manager.save(5, state)
+    with CheckpointManager(url) as manager:
+        assert manager.directory != unsent and manager.restore(state).step == 5
+    assert (
+        f"{unsent} has what was not copied to {url}, which was written since" in warnings_of()[-1]
+    )
+    with CheckpointManager(str(unsent), read_only=True) as disk:
+        assert disk.latest().step == 2
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_says_that_it_waits_for_the_store(url, state, monkeypatch, warnings_of):
+    monkeypatch.setattr(mirror, "_SAID_AFTER", 0.05)
+    with CheckpointManager(url) as manager:
+        copy = manager._mirror._copy
+        monkeypatch.setattr(manager._mirror, "_copy", lambda: (time.sleep(0.2), copy()))
+        manager.save(1, state, wait=True)
+        (line,) = warnings_of()
+        assert f"waits until {url} has all; while it fails, up to 10:00 (--keep_trying)" in line
+        assert f"{manager.directory} has all: if this process is killed before" in line
 
 
 @pytest.mark.parametrize("url", ["memory"], indirect=True)
