@@ -467,10 +467,13 @@ class Mirror:
             self._changed.notify_all()
 
     def _copy(self) -> None:
-        """Makes the store that of the directory: checkpoints, the pointer to the last, retention,
-        then all else."""
+        """Makes the store that of the directory: settings, without which no run goes on,
+        checkpoints, the pointer to the last, retention, then all else."""
         if self._number:
             self._require_owner()
+            for name, path in self._files():
+                if name.endswith(".json") and not name.endswith("latest.json"):
+                    self._send(name, path)
             self._copy_checkpoints()
         here = dict(self._files())
         for name, path in here.items():

@@ -226,6 +226,21 @@ def test_it_owns_the_run_when_it_has_seen_what_is_there(url, monkeypatch):
 
 
 @pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_settings_are_there_before_the_checkpoint(url, state, monkeypatch):
+    """A kill between the two would leave a run that cannot go on."""
+    seen = []
+    with Mirror(url) as run:
+        (run.directory / "config.json").write_text("{}")
+        commit = run._commit
+        monkeypatch.setattr(
+            run, "_commit", lambda *a: (seen.append(open_store(url).list()), commit(*a))[1]
+        )
+        with CheckpointManager(run.directory / "checkpoints") as manager:
+            manager.save(1, state)
+    assert "config.json" in seen[0]
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
 def test_a_cache_that_cannot_be_written(url, monkeypatch):
     monkeypatch.setattr(mirror.durable, "Lock", lambda path: mirror.os.open("/proc/no", 1))
     with pytest.raises(CheckpointError, match=f"the files of {url} on this machine, .* XDG_CACHE"):
