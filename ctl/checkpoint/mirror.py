@@ -12,7 +12,8 @@ counts: a mark in it names that owner.
 One process writes: its number is the name of the highest object ``owner/N.json``. Who creates the
 next one (a conditional put) takes over, and may do so if the owner has left, or has not renewed its
 object for `LEASE` seconds, measured by the clock of who waits. The owner looks before each commit
-whether there is a higher one. So a process that was frozen commits nothing after it lost the run.
+whether there is a higher one. So a process that was frozen commits nothing after it lost the run,
+but for the one request in which it was frozen.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ class Mirror:
         self._leftovers: set[str] = set()  # steps without a manifest: of a writer that was killed
         self._sent: dict[str, tuple[int, int]] = {}  # size and time of what the store has, too
         self._number = 0  # as an owner; 0: it is none
+        self._sizes: dict[str, int] = {}  # of what the store had at the start, or got from here
         self._token = secrets.token_hex(8)
         self._error: CtlError | None = None
         self._failing_since: float | None = None
@@ -103,6 +105,7 @@ class Mirror:
         self._asked = self._done = 0  # copies of all that is there
         self._thread: threading.Thread | None = None
         self._lock: durable.Lock | None = None
+        self._interrupted = False  # while it waited for the store
         self._unsent = ""  # what the mark said at the start: the directory counts
         self._ends = threading.Event()
         if writes:
@@ -141,7 +144,8 @@ class Mirror:
             logging.error("%s", error)  # the pending exception is the one to report
 
     def close(self) -> None:
-        """Copies what is left, gives the run up, and ends. Raises as `flush` does."""
+        """Copies what is left, gives the run up, and ends; at once after an interrupted `flush`.
+        Raises as `flush` does."""
         if self._ends.is_set() or self._thread is None:
             return
         try:
@@ -151,11 +155,11 @@ class Mirror:
             self._ends.set()
             with self._changed:
                 self._changed.notify_all()
-            self._thread.join()
-            if self._failing_since is None:  # else it would be asked in vain, for long
+            self._thread.join(1.0 if self._interrupted else None)
+            if self._failing_since is None and not self._interrupted:  # else it may take long
                 self._give_up()
             _open.pop((os.getpid(), self.directory), None)
-            if self._lock:
+            if self._lock and not self._thread.is_alive():
                 self._lock.release()
 
     def url_of(self, path: Path) -> str:
@@ -206,6 +210,7 @@ class Mirror:
         """Makes the directory that of the store, but for what is only for people. If it has what
         the store lacks, it gets only what it lacks itself."""
         names = self._store.list()
+        self._sizes = {name: names[name] for name in self._small(names)}
         kept = self._bring_manifests(names)
         newer = dict(self._files()) if self._unsent else {}
         if self._unsent:
@@ -313,7 +318,12 @@ class Mirror:
                 break
             time.sleep(min(1.0, LEASE / 10))
         # What another has written since the start is of this run, too.
-        self._bring_manifests(self._store.list())
+        names = self._store.list()
+        self._bring_manifests(names)
+        brought = {n for n in self._small(names) if names[n] != self._sizes.get(n)}
+        brought -= {n for n, path in self._files() if self._sent.get(n) != _stamp(path)}
+        stores.copy(self._store, brought, self.directory)
+        self._sent |= {n: _stamp(path) for n, path in self._files() if n in brought}
         self._number = number + 1  # from now on, the thread copies checkpoints, and deletes
         threading.Thread(target=self._renew, name="ctl-owner", daemon=True).start()
 
@@ -393,22 +403,27 @@ class Mirror:
             raise self._error
 
     def flush(self) -> None:
-        """Waits until all that is in the directory now is in the store. Raises as `check` does."""
-        if self._thread is None:
+        """Waits until all that is in the directory now is in the store. Raises as `check` does.
+        After a `KeyboardInterrupt`, no later call waits."""
+        if self._thread is None or self._interrupted:
             return
         self.changed()
         asked = self._asked
         done = lambda: self._done >= asked or self._error  # noqa: E731
-        with self._changed:
-            if not self._changed.wait_for(done, _SAID_AFTER):
-                logging.warning(
-                    "waits until %s has all; while it fails, up to %s (--keep_trying). %s has all: "
-                    "if this process is killed before, the same command goes on there",
-                    self.url,
-                    time_text(self._keep_trying),
-                    self.directory,
-                )
-                self._changed.wait_for(done)
+        try:
+            with self._changed:
+                if not self._changed.wait_for(done, _SAID_AFTER):
+                    logging.warning(
+                        "waits until %s has all; while it fails, up to %s (--keep_trying). %s has "
+                        "all: if this process is killed before, the same command goes on there",
+                        self.url,
+                        time_text(self._keep_trying),
+                        self.directory,
+                    )
+                    self._changed.wait_for(done)
+        except KeyboardInterrupt:
+            self._interrupted = True
+            raise
         self.check()
 
     def _run(self) -> None:
@@ -555,7 +570,7 @@ class Mirror:
                     self._put(name, path.read_bytes())
                 else:
                     self._store.upload(name, path)
-                self._sent[name] = stamp
+                self._sent[name], self._sizes[name] = stamp, stamp[0]
 
     def _may_follow(self, name: str, path: Path) -> bool:
         """Whether the checkpoint that ``latest.json`` names is in the store."""

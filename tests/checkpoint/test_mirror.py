@@ -382,6 +382,48 @@ def test_another_has_written_since(url, state, unsent, tmp_path, monkeypatch, wa
 
 
 @pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_logs_of_one_that_ends_while_another_starts(url, monkeypatch):
+    """They are those of this run, too; what this process has written stays."""
+    monkeypatch.setattr(mirror, "_has_left", lambda data: b'"left": true' in data)
+    first = Mirror(url)
+    (first.directory / "metrics.jsonl").write_text("1\n")
+    (first.directory / "worker-0.log").write_text("old")
+    first.own()
+    first.flush()
+    with Mirror(url) as second:
+        (second.directory / "worker-0.log").write_text("new")
+        (first.directory / "metrics.jsonl").write_text("1\n2\n")
+        first.close()
+        second.own()
+        assert (second.directory / "metrics.jsonl").read_text() == "1\n2\n"
+    store = open_store(url)
+    assert store.read("metrics.jsonl") == b"1\n2\n" and store.read("worker-0.log") == b"new"
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_an_interrupt_is_not_followed_by_another_wait(url, state, monkeypatch):
+    """As by the second Ctrl-C: `close` of manager and mirror would wait for the store again."""
+    manager, hangs = CheckpointManager(url), threading.Event()
+    run = manager._mirror
+    copied = run._copy
+    monkeypatch.setattr(run, "_copy", lambda: (hangs.wait(), copied()))
+    wait_for = run._changed.wait_for
+
+    def interrupted(predicate, timeout=None):
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return wait_for(predicate, timeout)
+
+    monkeypatch.setattr(run._changed, "wait_for", interrupted)
+    with pytest.raises(KeyboardInterrupt), manager:
+        manager.save(1, state, wait=True)
+    assert run._ends.is_set() and (run.directory / ".unsent").exists()
+    hangs.set()
+    run._thread.join()
+    run._lock.release()
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
 def test_says_that_it_waits_for_the_store(url, state, monkeypatch, warnings_of):
     monkeypatch.setattr(mirror, "_SAID_AFTER", 0.05)
     with CheckpointManager(url) as manager:
