@@ -717,9 +717,10 @@ class Loop:
             self._doing = before
 
     def _finish_saving(self) -> None:
-        """What the watchdog does before it ends this process."""
-        self._checkpoints().flush()
+        """What the watchdog does before it ends this process. A store may not answer until then,
+        so what is kept is saved first."""
         self._kept.save()
+        self._checkpoints().flush()
 
     def _saved_at_stop(self) -> Preempted | KeyboardInterrupt:
         step, name = self.global_step, self.signals.name
