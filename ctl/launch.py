@@ -357,6 +357,8 @@ def _place(
     host, _, port = (address or "").rpartition(":")
     if not port.isdecimal():
         host, port = address or "", "0"
+    if "://" in rendezvous:
+        raise UsageError(f"--rendezvous={rendezvous} is a URL: give a directory, or HOST:PORT")
     if "/" in rendezvous:
         return board.DirectoryBoard(Path(rendezvous)), host or socket.gethostname(), int(port)
     try:
@@ -364,7 +366,10 @@ def _place(
     except UsageError as error:
         raise UsageError(f"{error}; or give a directory, with a /") from None
     served = board.ServedBoard(rendezvous)
-    return served, host or served.reached_from(), int(port)
+    host = host or served.reached_from()
+    if int(port):
+        members.check_addresses([rendezvous, f"{host}:{port}"], "--rendezvous and --address")
+    return served, host, int(port)
 
 
 def _own_address(host: str, port: int) -> str:

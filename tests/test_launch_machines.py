@@ -149,6 +149,11 @@ def test_a_board_that_another_job_has_used(tmp_path):
         (["--rendezvous="], "--rendezvous: '' is not HOST:PORT"),
         (["--rendezvous=localhost:99999"], "--rendezvous: 'localhost:99999' is not HOST:PORT"),
         (["--rendezvous=./r", "--address=fd00::1"], "--address: 'fd00::1' is not HOST:PORT"),
+        (["--rendezvous=s3://bucket/run"], "--rendezvous=s3://bucket/run is a URL: give a dir"),
+        (
+            ["--rendezvous=[::1]:2222", "--address=localhost:2222"],
+            "--rendezvous and --address: an address occurs twice: [::1]:2222 and localhost:2222",
+        ),
         (["--rendezvous=no.such.invalid:2222"], "no.such.invalid is not found"),
         (["--rendezvous=/proc/no"], "cannot make /proc/no"),
         (["--address=host0"], "--address has no effect without --rendezvous"),

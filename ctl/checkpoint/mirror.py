@@ -170,10 +170,13 @@ class Mirror:
 
     def refresh(self) -> None:
         """Brings the manifests, the files beside them and logs, as they are now, to the directory
-        of a reader."""
+        of a reader; of files and logs, those that have another size than before."""
         names = self._store.list()
         self._bring_manifests(names)
-        stores.copy(self._store, self._small(names), self.directory)
+        sizes = {name: names[name] for name in self._small(names)}
+        wanted = [name for name, size in sizes.items() if self._sizes.get(name) != size]
+        stores.copy(self._store, wanted, self.directory)
+        self._sizes = sizes
 
     def fetch(self, path: Path) -> None:
         """Brings the files of the checkpoint at ``path``, whose manifest is there, unless they are

@@ -115,6 +115,21 @@ def test_readers_take_urls(url, state, tmp_path):
 
 
 @pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_a_reader_brings_only_what_grows(url):
+    """It looks each second, beside a run."""
+    store, reads = open_store(url), []
+    for name in ("config.json", "metrics.jsonl"):
+        store.write(name, b"1")
+    with Mirror(url, writes=False) as reader:
+        read = reader._store.read
+        reader._store.read = lambda name, *a: (reads.append(name), read(name, *a))[1]
+        store.write("metrics.jsonl", b"12")
+        reader.refresh()
+        assert (reader.directory / "metrics.jsonl").read_bytes() == b"12"
+    assert [name for name in reads if "latest" not in name] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
 def test_weights_of_a_file(url, tmp_path):
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
     model.save(tmp_path / "model.keras")
