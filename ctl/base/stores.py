@@ -211,14 +211,16 @@ class Store:
         return self._call(f"find {self._url(name)}", info)
 
     def entries(self, name: str = "") -> dict[str, About]:
-        """The names of what is in the folder ``name``. Raises `FileNotFoundError`."""
+        """The names of what is in the folder ``name``, without those that lead out of it. Raises
+        `FileNotFoundError`."""
         place = self._place(name)
 
         def ls() -> dict[str, About]:
             self._fs.invalidate_cache()
             found = {i["name"].rstrip("/"): i for i in self._fs.ls(place, detail=True)}
             found.pop(place, None)  # some stores have an empty object for each folder
-            return {path.rpartition("/")[2]: _about(info) for path, info in found.items()}
+            names = {path: path.rpartition("/")[2] for path in found}
+            return {n: _about(found[path]) for path, n in names.items() if n not in _ODD}
 
         return self._call(f"list {self._url(name)}", ls)
 
@@ -457,6 +459,8 @@ def _first_line(error: BaseException) -> str:
 _LARGE = re.compile(r"(.*/)?(variables\.|events\.out\.)|export/|(.*/)?plugins/|owner/")
 _LARGEST = 64 << 20  # bytes
 
+_ODD = {"", ".", ".."}  # parts of names that may lead elsewhere
+
 # What the system says of the name of an object that cannot be that of a file.
 _NO_NAMES = errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST
 
@@ -544,8 +548,7 @@ def copy(store: Store, names: Iterable[str], directory: Path) -> None:
                 raise
 
     directory.mkdir(parents=True, exist_ok=True)
-    odd = {"", ".", ".."}
-    safe = [n for n in names if "\0" not in n and not odd.intersection(n.split("/"))]
+    safe = [n for n in names if "\0" not in n and not _ODD.intersection(n.split("/"))]
     with ThreadPoolExecutor(_DOWNLOADS, "ctl-copy") as threads:
         for _ in threads.map(one, safe):
             pass

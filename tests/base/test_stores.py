@@ -175,6 +175,16 @@ def test_odd_names_and_a_disk_that_takes_parts(store: Store, tmp_path, monkeypat
     assert not [*tmp_path.rglob("out"), *tmp_path.glob("copy/n*")]
 
 
+def test_no_entry_leads_out_of_its_folder(monkeypatch):
+    """Files of data are copied by these names."""
+    store = open_store("memory://data")
+    found = [
+        {"name": f"/data/{n}", "type": "file", "size": 1, "created": 1.0} for n in ("a", "..", ".")
+    ]
+    monkeypatch.setattr(store._fs, "ls", lambda *arguments, **keywords: found)
+    assert [*store.entries()] == ["a"]
+
+
 def test_an_empty_bucket():
     with pytest.raises(NothingThere, match="memory://empty-bucket: there is nothing"):
         stores.local("memory://empty-bucket")
