@@ -306,7 +306,7 @@ class Mirror:
                 seen, since = (number, data), time.monotonic()
             if not number or left or time.monotonic() - since >= LEASE:
                 if self._unsent:
-                    if _token(data) not in self._unsent.split():
+                    if _token(data) not in (*self._unsent.split(), self._token):
                         raise CheckpointError(
                             f"{self.url} was written meanwhile by {_name(data)}: start again. "
                             f"{self.directory} has what was not copied before"
@@ -323,10 +323,11 @@ class Mirror:
         # What another has written since the start is of this run, too.
         names = self._store.list()
         self._bring_manifests(names)
-        brought = {n for n in self._small(names) if names[n] != self._sizes.get(n)}
-        brought -= {n for n, path in self._files() if self._sent.get(n) != _stamp(path)}
-        stores.copy(self._store, brought, self.directory)
-        self._sent |= {n: _stamp(path) for n, path in self._files() if n in brought}
+        if not is_later_worker():  # which goes on with no logs
+            brought = {n for n in self._small(names) if names[n] != self._sizes.get(n)}
+            brought -= {n for n, path in self._files() if self._sent.get(n) != _stamp(path)}
+            stores.copy(self._store, brought, self.directory)
+            self._sent |= {n: _stamp(path) for n, path in self._files() if n in brought}
         self._number = number + 1  # from now on, the thread copies checkpoints, and deletes
         threading.Thread(target=self._renew, name="ctl-owner", daemon=True).start()
 

@@ -366,6 +366,17 @@ def test_what_was_not_copied_is_copied_by_the_next_start(url, state, unsent, mon
 
 
 @pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_what_was_not_copied_is_copied_after_a_try_that_failed(url, unsent, monkeypatch):
+    with Mirror(url) as run:
+        with monkeypatch.context() as failing:
+            failing.setattr(run, "_bring_manifests", lambda names: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                run.own()
+        run.own()
+    assert Reader(url).saved.step == 2
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
 def test_what_was_not_copied_was_deleted(url, state, unsent):
     """Then the run goes on with what the store has."""
     shutil.rmtree(unsent)
