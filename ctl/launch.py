@@ -28,7 +28,7 @@ from typing import IO, Any, TextIO
 
 from absl import flags
 
-from ctl.distributed.cluster import board, elastic, secret
+from ctl.distributed.cluster import board, elastic, members, secret
 from ctl.distributed.cluster.guard import Guard
 from ctl.distributed.cluster.machines import (
     FINAL,
@@ -77,7 +77,7 @@ _FINAL = (*FINAL, Preempted.exit_code)
 
 _RESTARTS_OF_ELASTIC = 3
 
-_QUIET_SECONDS = 10.0  # between lines that say for whom a machine waits
+_QUIET_SECONDS = 10.0  # between lines that say what a machine waits for
 
 _LONGEST_BACKOFF, _LAST_LINES_SECONDS = 30.0, 5.0  # a grandchild may keep a pipe open
 
@@ -188,7 +188,7 @@ def _main(command: Sequence[str]) -> None:
 
 def _check_that_flags_have_an_effect(elastic_job: bool) -> None:
     for name in ("address", "last_call", "join_timeout"):
-        if FLAGS[name].present and not FLAGS.rendezvous:
+        if FLAGS[name].present and FLAGS.rendezvous is None:
             raise UsageError(f"--{name} has no effect without --rendezvous")
     if FLAGS["join_every"].present and not elastic_job:
         raise UsageError("--join_every has no effect without --workers=LEAST..MOST")
@@ -237,10 +237,10 @@ def launch(
             )
         restarts = _RESTARTS_OF_ELASTIC if max_restarts is None else max_restarts
         bounds = _Bounds(*workers, restarts, backoff, grace, join_every, last_call, join_timeout)
-        if rendezvous:
+        if rendezvous is not None:
             return _launch_on_machines(command, bounds, rendezvous, address)
         return _launch_elastic(command, bounds)
-    if rendezvous:
+    if rendezvous is not None:
         raise UsageError("--rendezvous needs --workers=LEAST..MOST; N..N is a fixed number")
     max_restarts = max_restarts or 0
     with Guard() as guard, _forwarded_signals() as received:
@@ -322,10 +322,13 @@ def _launch_on_machines(
             f"--rendezvous needs {secret.VARIABLE}, the same on all machines: choose one with "
             "openssl rand -hex 16"
         )
-    place, host, port = _place(rendezvous, address)
-    name = f"{socket.gethostname()[:60]}-{token_hex(4)}"
-    machines = Machines(place, board.Machine(name, _own_address(host, port)))
-    with Guard() as guard, _forwarded_signals() as received, machines:
+    name = f"{re.sub(r'[^a-zA-Z0-9-]', '-', socket.gethostname()[:60])}-{token_hex(4)}"
+    with contextlib.ExitStack() as stack:
+        guard = stack.enter_context(Guard())  # before there are threads: it is a fork
+        received = stack.enter_context(_forwarded_signals())
+        place, host, port = _place(rendezvous, address)
+        mine = board.Machine(name, _own_address(host, port))
+        machines = stack.enter_context(Machines(place, mine))
         waiting = _Waiting(machines, bounds, rendezvous)
         while isinstance(plan := waiting.for_plan(received), board.Plan):
             rank = plan.members.index(name)
@@ -354,14 +357,19 @@ def _place(
     host, _, port = (address or "").rpartition(":")
     if not port.isdecimal():
         host, port = address or "", "0"
+    if "://" in rendezvous:
+        raise UsageError(f"--rendezvous={rendezvous} is a URL: give a directory, or HOST:PORT")
     if "/" in rendezvous:
         return board.DirectoryBoard(Path(rendezvous)), host or socket.gethostname(), int(port)
-    if not board.ADDRESS.fullmatch(rendezvous):
-        raise UsageError(
-            f"--rendezvous={rendezvous} is neither a directory, with a /, nor HOST:PORT"
-        )
+    try:
+        members.check_addresses([rendezvous], "--rendezvous")
+    except UsageError as error:
+        raise UsageError(f"{error}; or give a directory, with a /") from None
     served = board.ServedBoard(rendezvous)
-    return served, host or served.reached_from(), int(port)
+    host = host or served.reached_from()
+    if int(port):
+        members.check_addresses([rendezvous, f"{host}:{port}"], "--rendezvous and --address")
+    return served, host, int(port)
 
 
 def _own_address(host: str, port: int) -> str:
@@ -369,6 +377,7 @@ def _own_address(host: str, port: int) -> str:
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
+    members.check_addresses([f"{host}:{port}"], "--address")
     return f"{host}:{port}"
 
 
@@ -384,13 +393,15 @@ class _Waiting:
     def begin(self, away: bool) -> None:
         """A worker of this machine has ended; with ``away`` it was lost."""
         self._since = self._said = now = time.monotonic()
+        self._joins_later = False
         self._lasted = now - self._started >= self._bounds.join_every
         self._away_until = now + self._bounds.join_every * away
 
     def for_plan(self, received: list[int]) -> board.Plan | int:
-        """Returns the next plan that this machine is in, after the others know that it follows; or
-        the exit code of the job, also after a signal."""
+        """Returns the next plan that this machine is in, which it follows from now on; or the exit
+        code of the job, also after a signal."""
         machines = self._machines
+        code = machines.mine.code if received else -1  # of a worker that a signal has stopped
         while not received:
             view, mine = machines.view, machines.mine
             if mine.state == board.AWAY and time.monotonic() >= self._away_until:
@@ -401,8 +412,10 @@ class _Waiting:
                         return self._worst
                     if mine.name in view.plan.members:
                         return self._follow(view.plan)
-                if (code := verdict(view)) is not None:
-                    return code
+                if (final := verdict(view)) is not None:
+                    return final
+                if mine.name not in view.plan.members and not view.is_over():
+                    self._say_that_it_joins_later(view)
                 ended = [machine.code for machine in view.of_plan() if machine.code >= 0]
                 self._worst = worst(ended) if ended else self._worst
             if machines.knows_who_is_there and view.is_over():
@@ -420,9 +433,13 @@ class _Waiting:
                     f"--rendezvous={self._rendezvous} has not answered for "
                     f"{self._bounds.join_timeout:g} s (--join_timeout): {machines.trouble}"
                 )
+            if machines.silence > SILENT_SECONDS:
+                self._say_now_and_then(
+                    f"no answer from --rendezvous={self._rendezvous} for {machines.silence:.0f} s: "
+                    f"{machines.trouble or 'it hangs'}"
+                )
             time.sleep(0.05)
-        code = machines.mine.code
-        return code if code > 0 else Preempted.exit_code
+        return code if code >= 0 else Preempted.exit_code
 
     def _follow(self, plan: board.Plan) -> board.Plan:
         follows = {"plan": plan.number, "state": board.RUNS, "code": -1}
@@ -459,10 +476,17 @@ class _Waiting:
                 f"{few}; start the launchers of others within --join_timeout="
                 f"{self._bounds.join_timeout:g} s, with the same --rendezvous and {secret.VARIABLE}"
             )
+        self._say_now_and_then(f"waits for more, {waited:.0f} s now: {few}")
+
+    def _say_now_and_then(self, text: str) -> None:
         if time.monotonic() - self._said >= _QUIET_SECONDS:
             self._said = time.monotonic()
-            trouble = f" ({self._machines.trouble})" if self._machines.trouble else ""
-            _say(f"waits for more, {waited:.0f} s now: {few}{trouble}")
+            _say(text)
+
+    def _say_that_it_joins_later(self, view: View) -> None:
+        if not self._joins_later:
+            self._joins_later = True
+            _say(f"{len(view.plan.members)} machines train: this one waits until it can join them")
 
 
 def _listed(numbers: Iterable[int]) -> str:
@@ -795,6 +819,8 @@ class _JobOnMachine(_ElasticJob):
 
     def _who_joins(self) -> str:
         if not self._may_join or time.monotonic() < self.join_at:
+            return ""
+        if self._machines.silence > SILENT_SECONDS:  # there could be no plan
             return ""
         newcomers = self._machines.view.newcomers()
         if newcomers:

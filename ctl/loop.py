@@ -729,9 +729,10 @@ class Loop:
         return labels.place_of(self.dataset, failed, failed, index)
 
     def _finish_saving(self) -> None:
-        """What the watchdog does before it ends this process."""
-        self._checkpoints().flush()
+        """What the watchdog does before it ends this process. A store may not answer until then,
+        so what is kept is saved first."""
         self._kept.save()
+        self._checkpoints().flush()
 
     def _saved_at_stop(self) -> Preempted | KeyboardInterrupt:
         step, name = self.global_step, self.signals.name

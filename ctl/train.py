@@ -21,6 +21,7 @@ from ctl.base.names import NAMING, is_function_name, paths_by_name
 from ctl.base.stores import is_url, join
 from ctl.base.streams import native_stderr_held
 from ctl.checkpoint import manifest
+from ctl.checkpoint.mirror import mirror_of
 from ctl.distributed import cluster
 from ctl.distributed.cluster import handshake
 from ctl.errors import UsageError
@@ -244,6 +245,8 @@ def _write_config(
         found=prepared.found,
         workers=number_of(loop.strategy),
     )
+    if mirror := mirror_of(model_dir):  # without it, no other worker goes on if this one is lost
+        mirror.changed()
 
 
 def _run(

@@ -10,12 +10,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launchers import Launcher, fake_worker, launchers, until
 
+from ctl import launch
+from ctl.distributed.cluster import board as boards
+from ctl.distributed.cluster import machines as machines_module
 from ctl.distributed.cluster.board import (
     AWAY,
     LEFT,
@@ -26,8 +31,9 @@ from ctl.distributed.cluster.board import (
     Plan,
     ServedBoard,
 )
-from ctl.distributed.cluster.machines import View, next_plan, verdict
+from ctl.distributed.cluster.machines import Machines, View, next_plan, verdict
 from ctl.distributed.cluster.secret import sign
+from ctl.errors import PeerError
 
 
 def command(directory: Path, rendezvous: str, *options: str) -> list[str]:
@@ -58,8 +64,8 @@ def test_a_machine_that_is_lost_is_done_without_and_one_that_comes_joins(tmp_pat
         assert [one.attempts()[1][0] for one in three] == [0, 1]  # in the order of before
         came = Launcher(command(tmp_path, board))
         three.append(came)
-        until(lambda: came.sizes() == [3])
-        assert [one.attempts()[-1][:2] for one in three] == [(0, 3), (1, 3), (2, 3)]
+        last = [(0, 3), (1, 3), (2, 3)]
+        until(lambda: [seen[:2] for one in three for seen in one.attempts()[-1:]] == last)
         assert "can join: the workers are asked to save and end" in three[0].said
         end(tmp_path, three)
 
@@ -73,7 +79,7 @@ def test_a_worker_that_is_lost_leaves_its_machine_away_for_a_while(tmp_path, how
     with launchers([command(tmp_path, at_a_port(), "--join_every=3")] * 3) as three:
         os.kill(three[1].attempts()[0][2], how)
         until(lambda: three[1].sizes() == [3, 3])
-        assert three[0].sizes() == three[2].sizes() == [3, 2, 3]
+        until(lambda: three[0].sizes() == three[2].sizes() == [3, 2, 3])
         assert f"worker 1 {says}: this machine is away for 3 s" in three[1].said
         end(tmp_path, three)
 
@@ -93,8 +99,8 @@ def test_a_machine_that_is_stopped_leaves_and_the_others_go_on(tmp_path):
 def test_a_machine_that_is_lost_while_its_worker_starts(tmp_path, monkeypatch):
     """The others wait for it in vain, and are not blamed. It says that it is there until there is a
     plan with it."""
-    board = DirectoryBoard(tmp_path / "board")
     monkeypatch.setenv("CTL_JOB_SECRET", "of this test")
+    board = DirectoryBoard(tmp_path / "board")
     two = [Launcher(command(tmp_path, f"{tmp_path}/board")) for _ in range(2)]
     try:
         ghost, plan = Machine("z-ghost", "127.0.0.1:1"), Plan()
@@ -138,7 +144,15 @@ def test_a_board_that_another_job_has_used(tmp_path):
     [
         (
             ["--rendezvous=host"],
-            "--rendezvous=host is neither a directory, with a /, nor HOST:PORT",
+            "--rendezvous: 'host' is not HOST:PORT; or give a directory, with a /",
+        ),
+        (["--rendezvous="], "--rendezvous: '' is not HOST:PORT"),
+        (["--rendezvous=localhost:99999"], "--rendezvous: 'localhost:99999' is not HOST:PORT"),
+        (["--rendezvous=./r", "--address=fd00::1"], "--address: 'fd00::1' is not HOST:PORT"),
+        (["--rendezvous=s3://bucket/run"], "--rendezvous=s3://bucket/run is a URL: give a dir"),
+        (
+            ["--rendezvous=[::1]:2222", "--address=localhost:2222"],
+            "--rendezvous and --address: an address occurs twice: [::1]:2222 and localhost:2222",
         ),
         (["--rendezvous=no.such.invalid:2222"], "no.such.invalid is not found"),
         (["--rendezvous=/proc/no"], "cannot make /proc/no"),
@@ -146,10 +160,12 @@ def test_a_board_that_another_job_has_used(tmp_path):
         (["--workers=2", "--rendezvous=./r"], "--rendezvous needs --workers=LEAST..MOST"),
     ],
 )
-def test_what_cannot_work_is_one_line(options, says):
+def test_what_cannot_work_is_one_line(options, says, tmp_path):
     command = [sys.executable, "-m", "ctl.launch", "--workers=1..2", *options, "--", "true"]
-    environ = {**os.environ, "CTL_JOB_SECRET": "x"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+    environ = {**os.environ, "CTL_JOB_SECRET": "x", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=environ, cwd=tmp_path
+    )
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert says in done.stderr
 
@@ -243,3 +259,129 @@ def test_strangers_change_nothing(monkeypatch):
         assert served.exchange(odd) == ({"a": mine}, plan)
     finally:
         served.close()
+
+
+def test_a_late_record_and_a_thousand_machines(monkeypatch):
+    """The board keeps what a launcher has said last, and forgets those that it heard of longest
+    ago, not those that come."""
+    monkeypatch.setenv("CTL_JOB_SECRET", "ours")
+    monkeypatch.setattr(boards, "_MOST_MACHINES", 2)
+    served = ServedBoard(at_a_port())
+    try:
+        new = machine("a", code=-1, beat=5)
+        served.exchange(new)
+        late = dataclasses.replace(new, state=RUNS, beat=4)
+        assert served.exchange(late)[0] == {"a": new}
+        served.exchange(machine("b"))
+        served.exchange(dataclasses.replace(new, beat=6))
+        assert {*served.exchange(machine("c"))[0]} == {"a", "c"}
+    finally:
+        served.close()
+
+
+def test_the_first_plan_of_a_number_in_a_directory(tmp_path, monkeypatch):
+    """Also if launchers have the same process id, as in containers, and write at the same time."""
+    one, other = DirectoryBoard(tmp_path), DirectoryBoard(tmp_path)
+    plans = [Plan(1, (name,), (f"{name}:1",)) for name in "ab"]
+    link = os.link
+
+    def link_and_meet(*names):
+        link(*names)
+        monkeypatch.setattr(os, "link", link)
+        other.exchange(machine("b"), plans[1])
+
+    monkeypatch.setattr(os, "link", link_and_meet)
+    assert one.exchange(machine("a"), plans[0])[1] == plans[0]
+    assert other.exchange(machine("b"))[1] == plans[0]
+
+
+def test_plans_in_a_directory_that_cannot_be_read(tmp_path, monkeypatch):
+    """They keep no job from the next plan: neither those of another secret, nor one that was cut
+    short. What is old goes."""
+    monkeypatch.setenv("CTL_JOB_SECRET", "of yesterday")
+    DirectoryBoard(tmp_path).exchange(machine("a"), Plan(1, ("a",), ("a:1",)))
+    monkeypatch.setenv("CTL_JOB_SECRET", "of today")
+    board = DirectoryBoard(tmp_path)
+    assert board.exchange(machine("b")) == ({"b": machine("b")}, Plan())
+    for number in (1, 2):
+        plan = Plan(number, ("b",), ("b:1",))
+        assert board.exchange(machine("b"), plan)[1] == plan
+    (folder,) = {file.parent for file in tmp_path.rglob("plan-2")}
+    (folder / "plan-3").touch()
+    assert board.exchange(machine("b"))[1] == Plan(3)
+    plan = Plan(4, ("b",), ("b:1",))
+    assert board.exchange(machine("b"), plan)[1] == plan
+    for file in folder.iterdir():
+        os.utime(file, (0, 0))
+    board.exchange(machine("b"))
+    assert sorted(file.name for file in folder.iterdir()) == ["machine-b", "plan-4"]
+
+
+def test_nobody_is_lost_with_the_board(monkeypatch):
+    """While it does not answer, or this launcher is frozen, no record can change. Else a spare
+    would take over from those that train."""
+    now = [0.0]
+    monkeypatch.setattr(machines_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    seen = Machines(SimpleNamespace(), machine("spare"))
+
+    def look(beat: int, after: float) -> frozenset[str]:
+        now[0] += after
+        seen._see({"a": machine("a", RUNS, beat=beat)}, Plan(1, ("a",), ("a:1",)))
+        return seen.view.there
+
+    assert look(0, 1) == frozenset()  # perhaps of yesterday
+    assert look(1, 1) == {"a"}
+    assert look(1, 60) == {"a"}
+    assert [bool(look(1, 1)) for _ in range(10)] == [True] * 7 + [False] * 3
+
+
+@pytest.fixture
+def waiting(tmp_path, monkeypatch):
+    """Gives a launcher, with its record, that waits for a plan beyond 1."""
+    monkeypatch.setenv("CTL_JOB_SECRET", "ours")
+    monkeypatch.setattr(launch, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(launch, "SILENT_SECONDS", 0.0)
+    DirectoryBoard(tmp_path).exchange(machine("b"), Plan(1, ("b",), ("b:1",)))
+
+    def wait(mine: Machine, received: list[int], board=None) -> launch.board.Plan | int:
+        bounds = launch._Bounds(2, 3, 0, 0.0, 0.0, 0.0, 0.0, join_timeout=0.5)
+        with Machines(board or DirectoryBoard(tmp_path), mine) as machines:
+            return launch._Waiting(machines, bounds, "PLACE").for_plan(received)
+
+    return wait
+
+
+def test_the_code_after_a_signal(waiting):
+    """Of a worker that was stopped it is the worker's. While a launcher waits, the worker had lost
+    another, and was saved."""
+    received: list[int] = []
+    threading.Timer(0.2, received.append, [signal.SIGTERM]).start()
+    assert waiting(machine("a", plan=0), received) == 42
+    for code, ends_with in ((5, 5), (0, 0), (42, 42), (-1, 42)):
+        assert waiting(machine("a", code=code), [signal.SIGTERM]) == ends_with
+
+
+def test_says_why_the_board_does_not_answer(waiting, tmp_path, capsys):
+    """And says that it leaves, so that no plan is made with it."""
+    board = DirectoryBoard(tmp_path)
+
+    def exchange(mine, proposed):
+        board.exchange(mine)
+        raise OSError(111, "Connection refused")
+
+    with pytest.raises(PeerError, match="PLACE has not answered for 0.5 s .* refused"):
+        waiting(machine("a", plan=0), [], SimpleNamespace(exchange=exchange, close=board.close))
+    assert (
+        "no answer from --rendezvous=PLACE for 0 s: Connection refused" in capsys.readouterr().err
+    )
+    assert board.exchange(machine("b"))[0]["a"].state == LEFT
+
+
+def test_nothing_is_stopped_for_others_while_the_board_is_silent():
+    """There could be no plan with them."""
+    job, joins = object.__new__(launch._JobOnMachine), {}
+    job._may_join, job.join_at = True, 0.0
+    seen = view(machine("c", plan=0, code=-1), plan=PLAN)
+    for silence, why in ((11.0, ""), (1.0, "c can join")):
+        job._machines = SimpleNamespace(silence=silence, view=seen, say=joins.update)
+        assert job._who_joins() == why and bool(joins) == bool(why)

@@ -107,9 +107,16 @@ def test_killed_while_it_copies_and_resumed_on_other_machines(zygote, machine, o
 
 
 def test_stopped_by_a_signal(zygote, machine):
-    url, endless = "s3://runs/stopped", [*FLAGS, "--train_steps=1000000"]
+    """Its settings are in the store before the first checkpoint."""
+    rare = ["--train_steps=1000000", "--checkpoint_every=1000000", "--evaluate_every=1000000"]
+    url, endless = "s3://runs/stopped", [*FLAGS, *rare]
     command = zygote.start(TRAIN, f"--model_dir={url}", *endless, **machine())
-    command.until("eval at step 1000", stream="stdout")
+    command.until("/1000000", stream="stdout")
+    deadline = time.monotonic() + 20
+    while not open_store(url).exists("config.json"):
+        assert time.monotonic() < deadline, open_store(url).list()
+        time.sleep(0.1)
+    assert not committed(url)
     second = zygote.run(TRAIN, f"--model_dir={url}", *endless, exit_code=4, **machine())
     assert "s3://runs/stopped is being written by process" in last_line(second)
     command.signal(signal.SIGTERM)

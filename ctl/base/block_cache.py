@@ -229,17 +229,19 @@ class BlockCache:
         found = []
         for entry in os.scandir(self.directory):
             if _OWN.fullmatch(entry.name):
-                about = entry.stat()
-                found.append((about.st_mtime, _on_disk(about.st_size), entry))
+                with contextlib.suppress(FileNotFoundError):  # who could not fill one deletes it
+                    about = entry.stat()
+                    found.append((about.st_mtime, _on_disk(about.st_size), entry))
         used = sum(size for _, size, _ in found)
         enough = self._most * (1 - _ROOM) - needed
         for _, size, entry in sorted(found, key=lambda one: one[0]):
             unfinished = entry.name.startswith("tmp-")
             if used <= enough and not unfinished:
                 continue
-            if (unfinished or entry.name.endswith(".file")) and _is_held(entry.path):
-                continue
-            os.unlink(entry.path)
+            with contextlib.suppress(FileNotFoundError):
+                if (unfinished or entry.name.endswith(".file")) and _is_held(entry.path):
+                    continue
+                os.unlink(entry.path)
             self._touched.pop(entry.name, None)
             used -= size
         return used

@@ -175,9 +175,8 @@ class StorePath:
             )
 
         def fill(descriptor: int) -> None:
-            with self.open() as source:
-                while part := source.read(1 << 20):
-                    os.write(descriptor, part)
+            with self.open() as source, open(descriptor, "wb", closefd=False) as target:
+                shutil.copyfileobj(source, target, 1 << 20)
 
         return file.cache.whole(file.block_name(0), file.size, fill)
 
@@ -320,8 +319,11 @@ class _Store:
             return self._store.about(path._name)
 
     def _note(self, name: str, about: About) -> About:
-        self._about[name] = about
-        self._bytes += about.size
+        with self.lock:
+            if name in self._about:  # what the store said first
+                return self._about[name]
+            self._about[name] = about
+            self._bytes += about.size
         if self.cache:
             self.cache.announce(self._url, self._bytes, len(self._about))
         return about

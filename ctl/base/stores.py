@@ -211,14 +211,16 @@ class Store:
         return self._call(f"find {self._url(name)}", info)
 
     def entries(self, name: str = "") -> dict[str, About]:
-        """The names of what is in the folder ``name``. Raises `FileNotFoundError`."""
+        """The names of what is in the folder ``name``, without those that lead out of it. Raises
+        `FileNotFoundError`."""
         place = self._place(name)
 
         def ls() -> dict[str, About]:
             self._fs.invalidate_cache()
             found = {i["name"].rstrip("/"): i for i in self._fs.ls(place, detail=True)}
             found.pop(place, None)  # some stores have an empty object for each folder
-            return {path.rpartition("/")[2]: _about(info) for path, info in found.items()}
+            names = {path: path.rpartition("/")[2] for path in found}
+            return {n: _about(found[path]) for path, n in names.items() if n not in _ODD}
 
         return self._call(f"list {self._url(name)}", ls)
 
@@ -291,7 +293,9 @@ class Store:
             data = self.read(name, start, min(start + _PART, size))
             if len(data) != min(_PART, size - start):
                 raise StoreError(f"cannot read {self._url(name)}: it has changed meanwhile")
-            os.pwrite(descriptor, data, start)
+            rest = memoryview(data)
+            while rest:  # a disk that fills up takes a part first
+                rest = rest[os.pwrite(descriptor, rest, start + len(data) - len(rest)) :]
 
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -455,6 +459,11 @@ def _first_line(error: BaseException) -> str:
 _LARGE = re.compile(r"(.*/)?(variables\.|events\.out\.)|export/|(.*/)?plugins/|owner/")
 _LARGEST = 64 << 20  # bytes
 
+_ODD = {"", ".", ".."}  # parts of names that may lead elsewhere
+
+# What the system says of the name of an object that cannot be that of a file.
+_NO_NAMES = errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST
+
 _local: dict[tuple[int, str], Path] = {}  # by process (a forked one has its own) and URL
 
 
@@ -478,9 +487,11 @@ def local(path: str | os.PathLike[str], *, again: bool = False, whole: bool = Fa
     target = _local[key] if key in _local else temporary(url)
     if not names:
         parent, _, last = url.rpartition("/")
-        beside = open_store(parent)
-        starts = last + ".index", last + ".data-"  # of the checkpoint of another program
-        found = [n for n in beside.list(deep=False) if n == last or n.startswith(starts)]
+        found = []
+        if not parent.endswith("/"):  # else it is a whole bucket
+            beside = open_store(parent)
+            starts = last + ".index", last + ".data-"  # of the checkpoint of another program
+            found = [n for n in beside.list(deep=False) if n == last or n.startswith(starts)]
         if not found:
             raise NothingThere(f"{url}: there is nothing")
         copy(beside, found, target.parent)
@@ -524,14 +535,20 @@ def _delete(folder: Path, process: int) -> None:
 
 def copy(store: Store, names: Iterable[str], directory: Path) -> None:
     """Downloads the objects ``names`` to ``directory``, some at once. Passes over those that were
-    deleted meanwhile, and over names that would leave the directory."""
+    deleted meanwhile, over names that would leave the directory, and over those that no file can
+    have: too long ones, and ``a/b`` beside ``a``."""
 
     def one(name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        try:
             store.download(name, directory / name)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno not in _NO_NAMES:
+                raise
 
     directory.mkdir(parents=True, exist_ok=True)
-    safe = [name for name in names if not {"", ".", ".."}.intersection(name.split("/"))]
+    safe = [n for n in names if "\0" not in n and not _ODD.intersection(n.split("/"))]
     with ThreadPoolExecutor(_DOWNLOADS, "ctl-copy") as threads:
         for _ in threads.map(one, safe):
             pass

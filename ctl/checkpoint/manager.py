@@ -41,7 +41,7 @@ from ctl.base.ledger import LEDGER
 from ctl.checkpoint import bundle, manifest
 from ctl.checkpoint.bundle import State
 from ctl.checkpoint.manifest import Saved
-from ctl.checkpoint.mirror import KEEP_TRYING, Mirror, mirror_of
+from ctl.checkpoint.mirror import KEEP_TRYING, Mirror, is_later_worker, mirror_of
 from ctl.errors import CheckpointError, CtlError, UsageError
 
 _VERSIONS = {"tensorflow": tf.__version__, "keras": keras.__version__, "numpy": np.__version__}
@@ -136,7 +136,7 @@ class CheckpointManager:
         self._own_mirror: Mirror | None = None
         if stores.is_url(directory):
             url = os.fspath(directory).rstrip("/")
-            if not (read_only or _is_later_worker()):
+            if not (read_only or is_later_worker()):
                 self._take_over(url)
             self._own_mirror = Mirror(url, keep_trying=keep_trying, writes=not read_only)
             directory = self._own_mirror.directory
@@ -159,7 +159,7 @@ class CheckpointManager:
         # The last step in the history of this run. A later checkpoint is damaged, or was written
         # before the run went back to an earlier step. `save` deletes it when it passes its step.
         self._committed = -1
-        if self._writes and not _is_later_worker():
+        if self._writes and not is_later_worker():
             if not self._own_mirror:
                 self._take_over(os.path.realpath(self.directory))
             self._require_writer()
@@ -674,17 +674,6 @@ def _comparable(
 
 def _without_samples(value: dict[str, Any]) -> dict[str, Any]:
     return {key: one for key, one in value.items() if key != "samples"}
-
-
-def _is_later_worker() -> bool:
-    """Whether ``TF_CONFIG`` says that this process is a worker, and not the first."""
-    try:
-        config = json.loads(os.environ.get("TF_CONFIG", "{}"))
-        task, cluster = config["task"], config.get("cluster", {})
-        first = not (cluster.get("chief") or cluster.get("master"))  # as TensorFlow calls it
-        return task["type"] == "worker" and (int(task["index"]) > 0 or not first)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return False
 
 
 def _require_fit(saved: Saved, variables: Mapping[str, list[tf.Variable]]) -> None:

@@ -5,12 +5,15 @@ what changes to the store in the background, so that the store has the files of 
 same names. Nothing in a store can be renamed, so a checkpoint is committed by its
 ``manifest.json``, which is written last, and only if there is none (a conditional put): without
 it, its files are no checkpoint. ``latest.json`` follows. What retention deletes loses its manifest
-first. The store counts: at the start, what the local directory has besides is deleted.
+first. The store counts: at the start, what the local directory has besides is deleted. Only where
+its writer has ended before all was copied, and nobody has written the run since, the directory
+counts: a mark in it names that owner.
 
 One process writes: its number is the name of the highest object ``owner/N.json``. Who creates the
 next one (a conditional put) takes over, and may do so if the owner has left, or has not renewed its
 object for `LEASE` seconds, measured by the clock of who waits. The owner looks before each commit
-whether there is a higher one. So a process that was frozen commits nothing after it lost the run.
+whether there is a higher one. So a process that was frozen commits nothing after it lost the run,
+but for the one request in which it was frozen.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +45,14 @@ from ctl.errors import CheckpointError, CtlError
 LEASE = 20.0  # seconds
 _OFTEN = 30.0  # seconds between two copies of logs
 _LONGEST_PAUSE = 15.0  # seconds between two tries of a store that fails
-_STEP = re.compile(r"((?:.*/)?)(step-\d{10,})/(.+)")
+# A file of a checkpoint of this run. Other runs may be below the URL; nothing of them is touched.
+_STEP = re.compile(r"((?:checkpoints/)?)(step-[0-9]{10,})/(.+)")
+_IN_STEP = re.compile(r"(.*/)?step-[0-9]{10,}/.*")
 _OWNER = re.compile(r"owner/(\d+)\.json")
 _NOT_COPIED = re.compile(r"(.*/)?(\.[^/]*|tmp-[\w.-]+-\d+-[0-9a-f]{8}(/.*)?)")
 KEEP_TRYING = 600.0  # seconds
-_UNSENT = ".unsent"  # a file of a directory that has what the store lacks
+_SAID_AFTER = 5.0  # seconds of waiting for a store
+_UNSENT = ".unsent"  # the mark of a directory that has what the store lacks: tokens of its owners
 
 
 # The mirrors of this process (a forked one has others), by process and directory.
@@ -91,6 +97,7 @@ class Mirror:
         self._leftovers: set[str] = set()  # steps without a manifest: of a writer that was killed
         self._sent: dict[str, tuple[int, int]] = {}  # size and time of what the store has, too
         self._number = 0  # as an owner; 0: it is none
+        self._sizes: dict[str, int] = {}  # of what the store had at the start, or got from here
         self._token = secrets.token_hex(8)
         self._error: CtlError | None = None
         self._failing_since: float | None = None
@@ -98,13 +105,23 @@ class Mirror:
         self._asked = self._done = 0  # copies of all that is there
         self._thread: threading.Thread | None = None
         self._lock: durable.Lock | None = None
+        self._interrupted = False  # while it waited for the store
+        self._unsent = ""  # what the mark said at the start: the directory counts
         self._ends = threading.Event()
         if writes:
-            self.directory, self._lock = _directory(self.url)
             try:
+                self.directory, self._lock = _directory(self.url, self._last_owner)
+                self._mark = self.directory / _UNSENT
+                self._unsent = _content(self._mark).decode()
                 self._bring()
-            except BaseException:
-                self._lock.release()
+            except BaseException as error:
+                if self._lock:
+                    self._lock.release()
+                if isinstance(error, OSError):
+                    raise CheckpointError(
+                        f"cannot write the files of {self.url} on this machine, to {cache.path()}: "
+                        f"{error.strerror}; make room there, or set XDG_CACHE_HOME"
+                    ) from error
                 raise
             self._thread = threading.Thread(target=self._run, name="ctl-mirror", daemon=True)
             self._thread.start()
@@ -127,7 +144,8 @@ class Mirror:
             logging.error("%s", error)  # the pending exception is the one to report
 
     def close(self) -> None:
-        """Copies what is left, gives the run up, and ends. Raises as `flush` does."""
+        """Copies what is left, gives the run up, and ends; at once after an interrupted `flush`.
+        Raises as `flush` does."""
         if self._ends.is_set() or self._thread is None:
             return
         try:
@@ -137,10 +155,11 @@ class Mirror:
             self._ends.set()
             with self._changed:
                 self._changed.notify_all()
-            self._thread.join()
-            self._give_up()
+            self._thread.join(1.0 if self._interrupted else None)
+            if self._failing_since is None and not self._interrupted:  # else it may take long
+                self._give_up()
             _open.pop((os.getpid(), self.directory), None)
-            if self._lock:
+            if self._lock and not self._thread.is_alive():
                 self._lock.release()
 
     def url_of(self, path: Path) -> str:
@@ -151,10 +170,13 @@ class Mirror:
 
     def refresh(self) -> None:
         """Brings the manifests, the files beside them and logs, as they are now, to the directory
-        of a reader."""
+        of a reader; of files and logs, those that have another size than before."""
         names = self._store.list()
         self._bring_manifests(names)
-        stores.copy(self._store, self._small(names), self.directory)
+        sizes = {name: names[name] for name in self._small(names)}
+        wanted = [name for name, size in sizes.items() if self._sizes.get(name) != size]
+        stores.copy(self._store, wanted, self.directory)
+        self._sizes = sizes
 
     def fetch(self, path: Path) -> None:
         """Brings the files of the checkpoint at ``path``, whose manifest is there, unless they are
@@ -188,10 +210,15 @@ class Mirror:
         return None
 
     def _bring(self) -> None:
-        """Makes the directory that of the store, but for what is only for people."""
+        """Makes the directory that of the store, but for what is only for people. If it has what
+        the store lacks, it gets only what it lacks itself."""
         names = self._store.list()
+        self._sizes = {name: names[name] for name in self._small(names)}
         kept = self._bring_manifests(names)
-        for path in sorted(self.directory.rglob("*"), reverse=True):
+        newer = dict(self._files()) if self._unsent else {}
+        if self._unsent:
+            logging.warning("goes on with %s, of which %s lacks a part", self.directory, self.url)
+        for path in [] if self._unsent else sorted(self.directory.rglob("*"), reverse=True):
             if path.is_dir() and not path.is_symlink():
                 with contextlib.suppress(OSError):  # it is not empty
                     path.rmdir()
@@ -199,9 +226,11 @@ class Mirror:
                 path.relative_to(self.directory).as_posix() not in self._sent
             ):
                 path.unlink()
-        stores.copy(self._store, self._small(names), self.directory)
+        wanted = [name for name in self._small(names) if name not in newer]
+        stores.copy(self._store, wanted, self.directory)
         for name, path in self._files():
-            self._sent[name] = _stamp(path)
+            if name not in newer:
+                self._sent[name] = _stamp(path)
 
     def _bring_manifests(self, names: dict[str, int]) -> set[Path]:
         """Returns the directories of the checkpoints. Deletes local ones that the store has not, or
@@ -212,6 +241,8 @@ class Mirror:
                 pointer = self._store.read(f"{folder}latest.json")
                 found |= {folder + step for step in _pointed(pointer)}
                 path = self.directory / folder
+                if self._unsent and (path / "latest.json").exists():
+                    continue
                 path.mkdir(parents=True, exist_ok=True)
                 durable.write_bytes(path / "latest.json", pointer, via=path)
                 self._sent[f"{folder}latest.json"] = _stamp(path / "latest.json")
@@ -226,14 +257,14 @@ class Mirror:
                 self._leftovers.add(place)
                 continue
             committed[place] = data
-            if _content(path / "manifest.json") != data:
-                files, before = _files_of(data), _files_of(_content(path / "manifest.json"))
-                if files != before:
+            here = _content(path / "manifest.json")
+            if here != data and not (here and self._unsent):
+                if _files_of(here) != _files_of(data):
                     shutil.rmtree(path, ignore_errors=True)
                 path.mkdir(parents=True, exist_ok=True)
                 durable.write_bytes(path / "manifest.json", data, via=path)
         for path in self._steps():
-            if path.relative_to(self.directory).as_posix() not in committed:
+            if not self._unsent and path.relative_to(self.directory).as_posix() not in committed:
                 shutil.rmtree(path)
         self._committed = committed
         return {self.directory / place for place in committed}
@@ -242,7 +273,7 @@ class Mirror:
         return [
             name
             for name, size in names.items()
-            if not (_STEP.fullmatch(name) or name.endswith("latest.json"))
+            if not (_IN_STEP.fullmatch(name) or name.endswith("latest.json"))
             and stores.is_small(name, size)
         ]
 
@@ -266,24 +297,38 @@ class Mirror:
         since = time.monotonic()
         while True:
             number, data = self._owner()
+            left = _has_left(data) or _token(data) == self._token  # a try of this one that failed
             if number and (number, data) != seen:
-                if seen and seen[0] == number and not _has_left(data):
+                if seen and seen[0] == number and not left:
                     raise self._taken(data)  # it has renewed its object
-                if seen is None and not _has_left(data):
+                if seen is None and not left:
                     logging.info("%s: waiting up to %.0f s: %s", self.url, LEASE, _name(data))
                 seen, since = (number, data), time.monotonic()
-            if not number or _has_left(data) or time.monotonic() - since >= LEASE:
+            if not number or left or time.monotonic() - since >= LEASE:
+                if self._unsent:
+                    if _token(data) not in (*self._unsent.split(), self._token):
+                        raise CheckpointError(
+                            f"{self.url} was written meanwhile by {_name(data)}: start again. "
+                            f"{self.directory} has what was not copied before"
+                        )
+                    self._mark.write_text(f"{self._unsent} {self._token}")
                 try:
                     self._store.write(f"owner/{number + 1:08d}.json", self._says(), only_new=True)
                 except FileExistsError:
                     written = self._owner()
                     if _token(written[1]) != self._token:  # else it was this one, a lost answer
                         raise self._taken(written[1]) from None
-                self._number = number + 1
                 break
             time.sleep(min(1.0, LEASE / 10))
         # What another has written since the start is of this run, too.
-        self._bring_manifests(self._store.list())
+        names = self._store.list()
+        self._bring_manifests(names)
+        if not is_later_worker():  # which goes on with no logs
+            brought = {n for n in self._small(names) if names[n] != self._sizes.get(n)}
+            brought -= {n for n, path in self._files() if self._sent.get(n) != _stamp(path)}
+            stores.copy(self._store, brought, self.directory)
+            self._sent |= {n: _stamp(path) for n, path in self._files() if n in brought}
+        self._number = number + 1  # from now on, the thread copies checkpoints, and deletes
         threading.Thread(target=self._renew, name="ctl-owner", daemon=True).start()
 
     def _owner(self) -> tuple[int, bytes]:
@@ -297,6 +342,9 @@ class Mirror:
             except FileNotFoundError:
                 return (number - 1, data) if data else (0, b"")
             number = max(number, 1) + 1
+
+    def _last_owner(self) -> object:
+        return _token(self._owner()[1])
 
     def _says(self, left: bool = False) -> bytes:
         return json.dumps(
@@ -347,6 +395,9 @@ class Mirror:
         """Something is to be copied soon. Does not wait."""
         with self._changed:
             self._asked += 1
+            if self._number and not self._mark.exists():
+                with contextlib.suppress(OSError):  # the disk is full: then this start has it alone
+                    self._mark.write_text(self._token)
             self._changed.notify_all()
 
     def check(self) -> None:
@@ -356,13 +407,27 @@ class Mirror:
             raise self._error
 
     def flush(self) -> None:
-        """Waits until all that is in the directory now is in the store. Raises as `check` does."""
-        if self._thread is None:
+        """Waits until all that is in the directory now is in the store. Raises as `check` does.
+        After a `KeyboardInterrupt`, no later call waits."""
+        if self._thread is None or self._interrupted:
             return
         self.changed()
         asked = self._asked
-        with self._changed:
-            self._changed.wait_for(lambda: self._done >= asked or self._error)
+        done = lambda: self._done >= asked or self._error  # noqa: E731
+        try:
+            with self._changed:
+                if not self._changed.wait_for(done, _SAID_AFTER):
+                    logging.warning(
+                        "waits until %s has all; while it fails, up to %s (--keep_trying). %s has "
+                        "all: if this process is killed before, the same command goes on there",
+                        self.url,
+                        time_text(self._keep_trying),
+                        self.directory,
+                    )
+                    self._changed.wait_for(done)
+        except KeyboardInterrupt:
+            self._interrupted = True
+            raise
         self.check()
 
     def _run(self) -> None:
@@ -376,10 +441,11 @@ class Mirror:
                     self._changed.wait_for(
                         lambda: self._asked > self._done or self._ends.is_set(), _OFTEN
                     )
-                asked = self._asked
+                asked, owns = self._asked, self._number
             try:
                 self._copy()
             except _Taken as error:
+                self._mark.unlink(missing_ok=True)  # what is here is of no run any more
                 self._end(error)
             except (stores.StoreError, OSError) as error:
                 tries += 1
@@ -392,6 +458,8 @@ class Mirror:
                 tries, self._failing_since = 0, None
                 with self._changed:
                     self._done = asked
+                    if owns and asked == self._asked:
+                        self._mark.unlink(missing_ok=True)
                     self._changed.notify_all()
 
     def _failed(self, error: Exception) -> None:
@@ -404,12 +472,11 @@ class Mirror:
                 time_text(self._keep_trying),
             )
         if now - self._failing_since >= self._keep_trying:
-            with contextlib.suppress(OSError):
-                (self.directory / _UNSENT).touch()  # so that no later start deletes it
             self._end(
                 CheckpointError(
                     f"{error}; tried for {time_text(self._keep_trying)} (--keep_trying). What the "
-                    f"store lacks is in {self.directory}: give that as --model_dir to go on there"
+                    f"store lacks is in {self.directory}: the same command goes on there, on this "
+                    "machine; or give that as --model_dir"
                 )
             )
 
@@ -419,10 +486,13 @@ class Mirror:
             self._changed.notify_all()
 
     def _copy(self) -> None:
-        """Makes the store that of the directory: checkpoints, the pointer to the last, retention,
-        then all else."""
+        """Makes the store that of the directory: settings, without which no run goes on,
+        checkpoints, the pointer to the last, retention, then all else."""
         if self._number:
             self._require_owner()
+            for name, path in self._files():
+                if name.endswith(".json") and not name.endswith("latest.json"):
+                    self._send(name, path)
             self._copy_checkpoints()
         here = dict(self._files())
         for name, path in here.items():
@@ -504,7 +574,7 @@ class Mirror:
                     self._put(name, path.read_bytes())
                 else:
                     self._store.upload(name, path)
-                self._sent[name] = stamp
+                self._sent[name], self._sizes[name] = stamp, stamp[0]
 
     def _may_follow(self, name: str, path: Path) -> bool:
         """Whether the checkpoint that ``latest.json`` names is in the store."""
@@ -548,9 +618,10 @@ class _Taken(CheckpointError):
     """Another process writes the run."""
 
 
-def _directory(url: str) -> tuple[Path, durable.Lock]:
+def _directory(url: str, last_owner: Callable[[], object]) -> tuple[Path, durable.Lock]:
     """The directory for ``url`` in the cache, and the lock that keeps other processes from it. Each
-    worker of this machine has its own."""
+    worker of this machine has its own. One that has what the store lacks is for the chief, if its
+    mark names the ``last_owner`` of the run."""
     found = cache.directory()
     if found is None:
         raise CheckpointError(
@@ -559,16 +630,32 @@ def _directory(url: str) -> tuple[Path, durable.Lock]:
         )
     last = url.rpartition("/")[2] or "store"
     place = found / "runs" / f"{last}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
+    for mark in [] if is_later_worker() else sorted(place.glob(f"*/*/{_UNSENT}")):
+        with contextlib.suppress(CheckpointError):  # another process has it
+            lock = durable.Lock(mark.parents[1] / ".lock")
+            if last_owner() in _content(mark).decode(errors="replace").split():
+                return mark.parent, lock
+            lock.release()
+            what = "%s has what was not copied to %s, which was written since: delete it, or give "
+            logging.warning(what + "it as --model_dir", mark.parent, url)
     for number in itertools.count():
         directory = place / str(number) / last
         directory.mkdir(parents=True, exist_ok=True)
-        if (directory / _UNSENT).exists():
-            what = "%s has what could not be copied to %s: delete it, or give it as --model_dir"
-            logging.warning(what, directory, url)
-            continue
-        with contextlib.suppress(CheckpointError):
-            return directory, durable.Lock(directory.parent / ".lock")
+        if not (directory / _UNSENT).exists():
+            with contextlib.suppress(CheckpointError):
+                return directory, durable.Lock(directory.parent / ".lock")
     raise AssertionError
+
+
+def is_later_worker() -> bool:
+    """Whether ``TF_CONFIG`` says that this process is a worker, and not the first."""
+    try:
+        config = json.loads(os.environ.get("TF_CONFIG", "{}"))
+        task, cluster = config["task"], config.get("cluster", {})
+        first = not (cluster.get("chief") or cluster.get("master"))  # as TensorFlow calls it
+        return task["type"] == "worker" and (int(task["index"]) > 0 or not first)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def _content(path: Path) -> bytes:

@@ -121,6 +121,24 @@ def test_a_disk_that_is_full_costs_the_next_read(tmp_path, monkeypatch, warnings
     assert [entry.name for entry in tmp_path.iterdir()] == ["lock"]
 
 
+def test_a_file_that_goes_while_room_is_made(tmp_path, monkeypatch, warnings_of):
+    """Who could not fill one deletes it, and holds no lock meanwhile."""
+    cache = BlockCache(tmp_path, MIB)
+    (name, data), *_ = filled(cache, 60)
+    scandir = os.scandir
+
+    def go_after(folder):
+        entries = list(scandir(folder))
+        (tmp_path / "tmp-0123456789abcdef").unlink(missing_ok=True)
+        return entries
+
+    (tmp_path / "tmp-0123456789abcdef").touch()
+    (tmp_path / "lock").write_bytes(b"")  # the room is counted anew
+    monkeypatch.setattr(os, "scandir", go_after)
+    cache.put("f" * 32, data)
+    assert cache.get("f" * 32, 0, 9) == data[:9] and not warnings_of()
+
+
 def test_processes_share_it_and_are_killed(zygote_without_tensorflow, tmp_path):
     """No wrong block, and never more bytes than the limit: each process looks after each block."""
     start, text = zygote_without_tensorflow.start, f"{tmp_path}:1MiB"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from object_stores import s3_server
 
 from ctl.base import stores
-from ctl.base.stores import Store, StoreError, is_url, open_store
+from ctl.base.stores import NothingThere, Store, StoreError, is_url, open_store
 from ctl.errors import UsageError
 
 pytest.importorskip("fsspec")
@@ -157,3 +158,33 @@ def test_a_missing_package_names_the_extra(monkeypatch):
         open_store("gs://x")
     with pytest.raises(UsageError, match=r"memory://x needs .*: pip install 'ctl\[stores\]'"):
         open_store("memory://x")
+
+
+def test_odd_names_and_a_disk_that_takes_parts(store: Store, tmp_path, monkeypatch):
+    """What no file can be called is passed over, and the rest is whole."""
+    content = bytes(range(256)) * 40
+    store.write("good", content)
+    odd = ["a/../../out", "n" * 300, "\0"] if not store.url.startswith("file") else []
+    odd += ["plain", "plain/below"] if store.url.startswith("s3") else []
+    for name in odd:
+        store._fs.pipe_file(store._place(name), content)
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: write(file, data[:999], at))
+    stores.copy(store, store.list(), tmp_path / "copy")
+    assert (tmp_path / "copy/good").read_bytes() == content
+    assert not [*tmp_path.rglob("out"), *tmp_path.glob("copy/n*")]
+
+
+def test_no_entry_leads_out_of_its_folder(monkeypatch):
+    """Files of data are copied by these names."""
+    store = open_store("memory://data")
+    found = [
+        {"name": f"/data/{n}", "type": "file", "size": 1, "created": 1.0} for n in ("a", "..", ".")
+    ]
+    monkeypatch.setattr(store._fs, "ls", lambda *arguments, **keywords: found)
+    assert [*store.entries()] == ["a"]
+
+
+def test_an_empty_bucket():
+    with pytest.raises(NothingThere, match="memory://empty-bucket: there is nothing"):
+        stores.local("memory://empty-bucket")

@@ -4,6 +4,7 @@
     python -m tests.chaos.elastic --losses=50 --seconds=60 --steps=200000
     python -m tests.chaos.elastic --workers=3..3             # the set stays: equal bits
     python -m tests.chaos.elastic --machines                 # a launcher for each worker
+    python -m tests.chaos.elastic --network                  # machines are cut off; needs root
 
 Starts `python -m ctl.launch --workers=2..4` with a `ctl.train`, whose only checkpoints are those
 that survivors and stops make. While it trains, a worker drawn at random, also the chief, is killed,
@@ -18,7 +19,10 @@ freezes, hangs, or raises an error; lost ones are tried again after a while. Che
   replica, too.
 
 With --machines, each worker has a launcher, as on machines of their own, which find each other in a
-directory. Launchers are killed, too, with their workers, and come back after a while.
+directory. Launchers are killed, too, with their workers, and come back after a while. With
+--network, each launcher has a network of its own (a namespace of Linux), and they meet at a port of
+the first. The others are also cut off: launcher and worker go on, no packet comes or goes, and
+after a while all do again.
 
 Prints the seconds from each loss to the next logged step, the largest difference of a weight, and
 the part of the time in which steps were trained that count.
@@ -38,7 +42,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from absl import flags
@@ -58,6 +62,7 @@ KINDS = {
 _LOG_EVERY, _CALL = 20, 5  # steps
 _ROUNDING = 1e-3  # what it may have become after all steps
 _LONGEST = 600.0  # seconds without a step after which a job hangs
+_LONG_CUT = 30.0  # seconds, so that it is noticed
 
 
 def make(shape: tuple[int, ...], classes: int) -> object:
@@ -83,6 +88,51 @@ def _model(shape: tuple[int, ...], classes: int, layers: list) -> object:
     return keras.Sequential([*first, *layers, keras.layers.Dense(classes)])
 
 
+class Network:
+    """Machines at a switch: namespaces of Linux, a context manager. Needs root and ``ip``."""
+
+    def __init__(self, count: int):
+        self._names = [f"ctlelastic{os.getpid()}-{index}" for index in range(count)]
+        self._switch = f"ctlelastic{os.getpid()}-switch"
+
+    def __enter__(self) -> Network:
+        for name in (self._switch, *self._names):
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+        _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", self._switch, "link", "set", "switch", "up")
+        for index, name in enumerate(self._names):
+            ends = ["wire", "netns", name, "type", "veth", "peer", "name", f"port{index}"]
+            _ip("link", "add", *ends, "netns", self._switch)
+            _ip("-n", self._switch, "link", "set", f"port{index}", "master", "switch")
+            _ip("-n", name, "address", "add", f"{self.address(index)}/24", "dev", "wire")
+            _ip("-n", name, "link", "set", "wire", "up")
+            self.connect(index)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in (*self._names, self._switch):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+    def address(self, index: int) -> str:
+        return f"10.77.1.{index + 1}"
+
+    def inside(self, index: int) -> list[str]:
+        """What a command of this machine begins with."""
+        return ["ip", "netns", "exec", self._names[index]]
+
+    def connect(self, index: int, connected: bool = True) -> None:
+        """Plugs a machine in, or out."""
+        state = "up" if connected else "down"
+        _ip("-n", self._switch, "link", "set", f"port{index}", state)
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise CtlError(f"ip {' '.join(words)}: {done.stderr.strip()}; run this as root")
+
+
 @dataclasses.dataclass
 class Loss:
     """A worker that was lost: how, its rank, the last step that was logged before and the first
@@ -99,7 +149,15 @@ class Loss:
 class Job:
     """A launcher that runs, and what it says."""
 
-    def __init__(self, workers: str, model: str, model_dir: Path, steps: int, join_every: float):
+    def __init__(
+        self,
+        workers: str,
+        model: str,
+        model_dir: Path,
+        steps: int,
+        join_every: float,
+        network: Network | None = None,
+    ):
         data = ["--dataset=synthetic", "--num_examples=650", "--global_batch_size=50"]
         rate = ["--optimizer=momentum", "--learning_rate=0.01", "--schedule=constant"]
         length = [
@@ -116,28 +174,56 @@ class Job:
         launcher = [sys.executable, "-m", "ctl.launch", f"--workers={workers}"]
         launcher += [f"--max_restarts={FLAGS.losses}"]  # none is too many
         launcher += [f"--join_every={join_every}"]
-        count = 1
-        if FLAGS.machines:
-            launcher += [f"--rendezvous={model_dir}-board", "--address=127.0.0.1"]
-            count = int(workers.rpartition("..")[2])
-        self._command = [*launcher, "--", *training]
+        self._launch, self._train, self._network = launcher, training, network
+        self._board = f"{network.address(0)}:2200" if network else f"{model_dir}-board"
         self.steps: list[tuple[float, int]] = []  # when which step was logged
         self.resumed: list[int] = []
         self.said: list[str] = []
-        self.launchers = [self.start() for _ in range(count)]
+        self.cut: set[int] = set()  # machines that are, or were, cut off
+        self._machines: dict[int, int] = {}  # by the process of the launcher
+        one_for_each = FLAGS.machines or network
+        count = int(workers.rpartition("..")[2]) if one_for_each else 1
+        self.launchers = [self.start(index) for index in range(count)]
 
-    def start(self) -> subprocess.Popen[str]:
-        """Starts a launcher."""
+    def _command(self, index: int) -> Sequence[str]:
+        if self._network:
+            address = self._network.address(index)
+            place = [f"--rendezvous={self._board}", f"--address={address}"]
+            launch = [*self._network.inside(index), *self._launch, *place]
+        elif FLAGS.machines:
+            place = [f"--rendezvous={self._board}", "--address=127.0.0.1"]
+            launch = [*self._launch, *place]
+        else:
+            launch = self._launch
+        return [*launch, "--", *self._train]
+
+    def start(self, index: int) -> subprocess.Popen[str]:
+        """Starts the launcher of a machine."""
         launcher = subprocess.Popen(
-            self._command,
+            self._command(index),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=Path(__file__).parents[2],
             env={**os.environ, "CTL_JOB_SECRET": "of chaos"},
         )
+        self._machines[launcher.pid] = index
         threading.Thread(target=self._read, args=(launcher,), daemon=True).start()
         return launcher
+
+    def can_be_lost(self, launcher: subprocess.Popen[str]) -> bool:
+        """Whether its machine can be: not the first, if that has the port of the rendezvous."""
+        return not self._network or self._machines[launcher.pid] > 0
+
+    def cut_off(self, launcher: subprocess.Popen[str], seconds: float) -> None:
+        """Cuts the network of a machine for so many ``seconds``."""
+        assert self._network
+        index = self._machines[launcher.pid]
+        self.cut.add(index)
+        self._network.connect(index, False)
+        timer = threading.Timer(seconds, self._network.connect, [index])
+        timer.daemon = True
+        timer.start()
 
     def lose(self, launcher: subprocess.Popen[str], seconds: float) -> None:
         """Kills a launcher with its worker. Its machine is back after so many ``seconds``."""
@@ -147,7 +233,7 @@ class Job:
 
         def back() -> None:
             if self.code() is None:
-                self.launchers.append(self.start())
+                self.launchers.append(self.start(self._machines[launcher.pid]))
 
         timer = threading.Timer(seconds, back)
         timer.daemon = True
@@ -155,7 +241,9 @@ class Job:
 
     def code(self) -> int | None:
         """The exit code of the job; None while it runs."""
-        codes = [launcher.poll() for launcher in [*self.launchers]]
+        # One that is cut off at the end does not hear of it.
+        there = [one for one in self.launchers if self._machines[one.pid] not in self.cut]
+        codes = [launcher.poll() for launcher in there]
         return None if None in codes else max(map(abs, filter(None, codes)), default=0)
 
     def wait(self) -> int:
@@ -233,12 +321,21 @@ def disturb(running: Job, losses: int, seconds: float, randoms: random.Random) -
             since = time.monotonic()
             continue
         rank = randoms.choice(sorted(workers))
-        kinds = [kind for kind in FLAGS.kinds if FLAGS.machines or kind != "machine"]
+        process, launcher = workers[rank]
+        kinds = [*FLAGS.kinds]
+        if not (FLAGS.machines or FLAGS.network) or not running.can_be_lost(launcher):
+            kinds = [kind for kind in kinds if kind in KINDS]
+        elif not FLAGS.network:
+            kinds = [kind for kind in kinds if kind != "cut"]
+        if not kinds:
+            since = time.monotonic()
+            continue
         loss = Loss(randoms.choice(kinds), rank, len(workers), running.steps[-1][1])
         count, since = len(running.resumed), time.monotonic()
-        process, launcher = workers[rank]
         if loss.kind == "machine":
             running.lose(launcher, FLAGS.join_every)
+        elif loss.kind == "cut":
+            running.cut_off(launcher, max(FLAGS.join_every, _LONG_CUT))
         else:
             os.kill(process, KINDS[loss.kind])
         # Steps that were computed before may still be on their way to here.
@@ -317,7 +414,12 @@ def main() -> None:
         with job(*alone) as undisturbed:
             if code := undisturbed.wait():
                 raise CtlError(f"the undisturbed job ended with {code}:\n{undisturbed.said[-9:]}")
-        with job(FLAGS.workers, model, directories[0], FLAGS.steps, FLAGS.join_every) as running:
+        disturbed = FLAGS.workers, model, directories[0], FLAGS.steps, FLAGS.join_every
+        with contextlib.ExitStack() as stack:
+            network = None
+            if FLAGS.network:
+                network = stack.enter_context(Network(int(FLAGS.workers.rpartition("..")[2])))
+            running = stack.enter_context(job(*disturbed, network))
             losses = disturb(running, FLAGS.losses, FLAGS.seconds, randoms)
             if code := running.wait():
                 raise CtlError(f"ended with {code}:\n" + "\n".join(running.said[-40:]))
@@ -342,7 +444,8 @@ if __name__ == "__main__":
         flags.DEFINE_integer("steps", 4000, "Steps of the job.")
         flags.DEFINE_float("join_every", 60.0, "Seconds until a lost worker is tried again.")
         flags.DEFINE_integer("seed", 1, "Seed of what is drawn.")
-        flags.DEFINE_list("kinds", [*KINDS, "machine"], "Which losses are drawn.")
+        flags.DEFINE_list("kinds", [*KINDS, "machine", "cut"], "Which losses are drawn.")
         flags.DEFINE_bool("machines", False, "Whether each worker has a launcher.")
+        flags.DEFINE_bool("network", False, "Whether each has a launcher on a network of its own.")
         flags.DEFINE_bool("verbose", False, "Whether to print all that the job says.")
     run_command(main, __doc__ or "")

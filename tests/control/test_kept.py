@@ -16,7 +16,7 @@ from ctl.checkpoint import CheckpointManager
 from ctl.distributed import replicas, workers
 from ctl.distributed.cluster import elastic
 from ctl.distributed.cluster.members import Cluster
-from ctl.errors import PeerError
+from ctl.errors import CheckpointError, PeerError
 from ctl.loop import Loop
 
 
@@ -74,6 +74,22 @@ def test_it_is_that_of_the_last_call_that_ended(tmp_path, told):
     assert ours.keys() == theirs.keys() and len(ours) > 10
     assert [name for name in ours if not np.array_equal(ours[name], theirs[name])] == []
     assert loop.checkpoints.latest().step == 10
+
+
+def test_it_is_saved_though_the_store_does_not_answer(tmp_path, told, monkeypatch):
+    """Whatever cuts this worker from the others may cut it from the store, too."""
+    loop = loop_of(tmp_path)
+    loop.train(5)
+
+    def does_not_answer() -> None:
+        loop.checkpoints.wait()
+        raise CheckpointError("no answer")
+
+    monkeypatch.setattr(loop.checkpoints, "flush", does_not_answer)
+    with pytest.raises(CheckpointError):
+        loop._finish_saving()
+    assert loop.checkpoints.latest().step == 5
+    monkeypatch.undo()
 
 
 def test_the_seeds_are_those_of_the_first_replica(tmp_path, monkeypatch):

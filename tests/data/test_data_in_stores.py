@@ -305,6 +305,15 @@ def test_of_a_larger_file_nothing_is_kept_that_is_not_of_it(cache, change):
     assert file.pread(10, 100) == bytes(10)  # is in the cache
 
 
+def test_what_the_store_said_first_counts_once(cache):
+    folder = StorePath("counted://first", cache)
+    folder._store._store.write("a", bytes(10))
+    before = (folder / "a").stat()
+    folder._store._store.write("a", bytes(20))
+    assert [path.name for path in folder.iterdir()] == ["a"]
+    assert (folder / "a").stat() == before and folder._store._bytes == 10
+
+
 def test_what_is_missing(cache):
     with pytest.raises(UsageError, match="^counted://none is missing: give another path"):
         Files("counted://none")

@@ -26,7 +26,7 @@ from ctl.distributed.cluster.secret import VARIABLE, sign, verified
 from ctl.errors import UsageError
 
 NAME = re.compile(r"[\w.-]{1,80}", re.ASCII)
-ADDRESS = re.compile(r"[\w.:\[\]-]{1,100}:[0-9]{1,5}", re.ASCII)
+_ADDRESS = re.compile(r"[\w.:\[\]-]{1,255}:[0-9]{1,5}", re.ASCII)
 
 RUNS, WAITS, AWAY, LEFT = "runs", "waits", "away", "left"
 
@@ -99,27 +99,29 @@ def _machine(text: str | None) -> Machine | None:
             type(getattr(machine, field.name)).__name__ == field.type
             for field in dataclasses.fields(machine)
         )
-        if of_right_types and NAME.fullmatch(machine.name) and ADDRESS.fullmatch(machine.address):
+        if of_right_types and NAME.fullmatch(machine.name) and _ADDRESS.fullmatch(machine.address):
             return machine
     return None
 
 
 def _plan(text: str | None) -> Plan | None:
-    with contextlib.suppress(ValueError, TypeError):
+    with contextlib.suppress(ValueError, TypeError, KeyError):
         values = json.loads(text or "")
         plan = Plan(**values | {key: tuple(values[key]) for key in ("members", "workers")})
         numbers = type(plan.number) is int and type(plan.failures) is int
-        valid = all(map(ADDRESS.fullmatch, plan.workers)) and all(map(NAME.fullmatch, plan.members))
+        hosts = map(_ADDRESS.fullmatch, plan.workers)
+        valid = all(hosts) and all(map(NAME.fullmatch, plan.members))
         if numbers and valid and len(plan.members) == len(plan.workers) and type(plan.why) is str:
             return plan
     return None
 
 
 class DirectoryBoard:
-    """A board in a directory that all machines see. It survives the loss of any machine."""
+    """A board in a directory that all machines see. It survives the loss of any machine. Jobs with
+    another secret have other files there."""
 
     def __init__(self, directory: Path):
-        self._directory = directory
+        self._directory = directory = directory / f"job-{sign('')[:12].decode()}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -136,43 +138,36 @@ class DirectoryBoard:
         Raises:
             OSError: the directory cannot be read or written.
         """
-        self._write(f"machine-{mine.name}", _text(mine), replace=True)
+        new, own = (self._directory / f"{kind}-{mine.name}" for kind in (".new", "machine"))
         if proposed:
-            self._write(f"plan-{proposed.number}", _text(proposed), replace=False)
-        machines, numbers = {}, [0]
-        now = (
-            (self._directory / f"machine-{mine.name}").stat().st_mtime
-        )  # by the clock of all files
-        for file in os.scandir(self._directory):
-            kind, _, name = file.name.partition("-")
+            new.write_bytes(sign(_text(proposed)))
+            try:
+                os.link(new, self._directory / f"plan-{proposed.number}")
+            except FileExistsError:
+                pass  # the first of a number counts
+            finally:
+                new.unlink()  # else the next record would be written to the plan
+        new.write_bytes(sign(_text(mine)))
+        new.replace(own)
+        now, machines = own.stat().st_mtime, {}  # by the clock of all files
+        names = [file.name for file in os.scandir(self._directory)]
+        plans = [name for name in names if re.fullmatch(r"plan-[0-9]+", name)]
+        last = max((int(name.removeprefix("plan-")) for name in plans), default=0)
+        for name in names:
             with contextlib.suppress(FileNotFoundError):
-                if now - file.stat().st_mtime > _OLD_SECONDS and kind == "machine":
-                    os.unlink(file)
+                if name == f"plan-{last}":
                     continue
-            if kind == "machine" and (machine := _machine(self._read(file.name))):
-                machines[machine.name] = machine
-            elif kind == "plan" and name.isdecimal():
-                numbers.append(int(name))
-        for number in sorted(numbers, reverse=True):
-            if plan := _plan(self._read(f"plan-{number}")):
-                return machines, plan
-        return machines, Plan()
+                if now - (self._directory / name).stat().st_mtime > _OLD_SECONDS:
+                    os.unlink(self._directory / name)
+                elif name.startswith("machine-") and (machine := _machine(self._read(name))):
+                    machines[machine.name] = machine
+        # The number of a plan that cannot be read is taken, too.
+        return machines, _plan(self._read(f"plan-{last}")) or Plan(last)
 
     def _read(self, name: str) -> str | None:
-        with contextlib.suppress(FileNotFoundError):
-            return verified((self._directory / name).read_bytes())
+        with contextlib.suppress(FileNotFoundError), open(self._directory / name, "rb") as file:
+            return verified(file.read(_LONGEST))
         return None
-
-    def _write(self, name: str, text: str, *, replace: bool) -> None:
-        """Writes a whole file. Does nothing if there is one that it may not ``replace``."""
-        new = self._directory / f".new-{name}-{os.getpid()}"
-        new.write_bytes(sign(text))
-        if replace:
-            new.replace(self._directory / name)
-            return
-        with contextlib.suppress(FileExistsError):
-            os.link(new, self._directory / name)
-        new.unlink()
 
     def close(self) -> None:
         """Does nothing."""
@@ -244,7 +239,7 @@ class _Service(socketserver.ThreadingTCPServer):
         super().__init__(("", 0), _Exchange, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
-        self.machines: dict[str, str] = {}
+        self.machines: dict[str, tuple[int, str]] = {}  # beat and record, the latest ones last
         self.plan = Plan()
         self.asked = 0.0  # when a launcher has asked last, by `time.monotonic`
         self.lock = threading.Lock()
@@ -276,11 +271,15 @@ class _Exchange(socketserver.BaseRequestHandler):
         machine, plan, board = _machine(record), _plan(proposed), self.server
         with board.lock:
             board.asked = time.monotonic()
-            if machine and (machine.name in board.machines or len(board.machines) < _MOST_MACHINES):
-                board.machines[machine.name] = record
+            if machine and machine.beat > board.machines.get(machine.name, (-1, ""))[0]:
+                board.machines.pop(machine.name, None)
+                board.machines[machine.name] = machine.beat, record
+                if len(board.machines) > _MOST_MACHINES:  # forget who was heard of longest ago
+                    del board.machines[next(iter(board.machines))]
             if plan and plan.number == board.plan.number + 1:
                 board.plan = plan
-            answer = json.dumps([[*board.machines.values()], _text(board.plan)])
+            records = [record for _, record in board.machines.values()]
+            answer = json.dumps([records, _text(board.plan)])
         self.request.sendall(sign(answer) + b"\n")
 
 

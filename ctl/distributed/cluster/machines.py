@@ -161,10 +161,12 @@ class Machines:
     def __init__(self, board: Board, mine: Machine):
         self._board, self.mine = board, mine
         self._lock, self._wake, self._ended = threading.Lock(), threading.Event(), False
-        self._began = time.monotonic()
-        self._changed: dict[str, tuple[int, float]] = {}  # the beat of each, and when it came
+        # Seconds in which the board has answered. What was silent with it, or with this process, is
+        # not lost.
+        self._clock = 0.0
+        self._changed: dict[str, tuple[int, float]] = {}  # the beat of each; by that clock, when
         self._proposed: Plan | None = None
-        self._looked = self._began
+        self._looked = time.monotonic()
         self._view = View(Plan(), {}, frozenset())
         self._old: int | None = None  # number of the plan at the start: perhaps of an earlier job
         self._alive = 0  # number of the last plan with a member that was there
@@ -175,7 +177,9 @@ class Machines:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind:
+            self.say(state=LEFT)
         self._ended = True
         self._wake.set()
         self._thread.join()
@@ -209,7 +213,7 @@ class Machines:
     @property
     def knows_who_is_there(self) -> bool:
         """Whether it has looked for long enough to tell which machines are there."""
-        return self._old is not None and time.monotonic() - self._began >= _FIRST_LOOK_SECONDS
+        return self._clock >= _FIRST_LOOK_SECONDS
 
     @property
     def silence(self) -> float:
@@ -225,25 +229,30 @@ class Machines:
             try:
                 self._see(*self._board.exchange(mine, proposed))
                 self.trouble = ""
-            except (OSError, ValueError) as error:
-                self.trouble = getattr(error, "strerror", None) or str(error)
+            except Exception as error:  # whatever the board says, this thread goes on
+                self.trouble = getattr(error, "strerror", None) or str(error) or repr(error)
             if ended:
                 return
             self._wake.wait(_BEAT_SECONDS)
 
     def _see(self, machines: dict[str, Machine], plan: Plan) -> None:
-        now = self._looked = time.monotonic()
+        now = time.monotonic()
         if self._old is None:
-            self._old, self._began = plan.number, now
+            self._old = plan.number
+        else:
+            self._clock += min(now - self._looked, 2 * _BEAT_SECONDS)
+        self._looked = now
         for name, machine in machines.items():
             if self._changed.get(name, (None,))[0] != machine.beat:
                 first = name not in self._changed and name != self.mine.name
                 # What a machine has said before this one looked may be an old record.
-                self._changed[name] = machine.beat, float("-inf") if first else now
+                self._changed[name] = machine.beat, float("-inf") if first else self._clock
         there = frozenset(
             name
             for name, (_, at) in self._changed.items()
-            if name in machines and now - at < SILENT_SECONDS and machines[name].state != LEFT
+            if name in machines
+            and self._clock - at < SILENT_SECONDS
+            and machines[name].state != LEFT
         )
         if there.intersection(plan.members):
             self._alive = plan.number

@@ -124,7 +124,7 @@ def resolve_tasks(environ: Mapping[str, str] = os.environ) -> Tasks:
         raise UsageError(
             f"TF_CONFIG must name 1 chief, and at least 1 worker and 1 ps, not {counts}"
         )
-    _check_addresses([address for job in jobs.values() for address in job], "TF_CONFIG")
+    check_addresses([address for job in jobs.values() for address in job], "TF_CONFIG")
     _check_index(kind, index, len(jobs[kind]), "TF_CONFIG")
     return Tasks(jobs["chief"][0], jobs["worker"], jobs["ps"], kind, index)
 
@@ -210,7 +210,7 @@ def _unreadable(error: Exception) -> UsageError:
 
 
 def _checked(workers: Sequence[Any], index: int, source: str) -> Cluster:
-    _check_addresses(workers, source)
+    check_addresses(workers, source)
     _check_index("worker", index, len(workers), source)
     return Cluster(tuple(map(str, workers)), index, source)
 
@@ -220,7 +220,9 @@ def _check_index(kind: str, index: int, count: int, source: str) -> None:
         raise UsageError(f"{source}: there is no {kind} {index}; it names {count}, counted from 0")
 
 
-def _check_addresses(addresses: Sequence[Any], source: str) -> None:
+def check_addresses(addresses: Sequence[Any], source: str) -> None:
+    """Raises `UsageError`, which names their ``source``, if one is not ``host:port``, or two are
+    the same."""
     seen: dict[tuple[str, int], str] = {}
     for address in map(str, addresses):
         host, _, port = address.rpartition(":")
