@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import tensorflow as tf
-from tensorboard.plugins.hparams import api_pb2, summary
+from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
 from ctl.base.actions import scalars_of
 from ctl.errors import Preempted
@@ -42,8 +43,15 @@ class HParams:
         with writing_events(directory):
             self._session = tf.summary.create_file_writer(str(directory))
             self._results = tf.summary.create_file_writer(str(directory / "best"))
-        values = {n: v for n, v in flags.items() if isinstance(v, bool | int | float | str | list)}
-        self._write(summary.session_start_pb(values))
+        start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
+        for name, value in flags.items():
+            if isinstance(value, bool):
+                start.hparams[name].bool_value = value
+            elif isinstance(value, int | float):
+                start.hparams[name].number_value = value
+            elif isinstance(value, str | list):
+                start.hparams[name].string_value = str(value)
+        self._write(session_start_info=start)
 
     def write(self, record: Mapping[str, Any]) -> None:
         if record["phase"] != "eval":
@@ -62,11 +70,20 @@ class HParams:
         if how != "stopped":  # a run that is resumed has not ended
             done = how == "finished"
             status = api_pb2.STATUS_SUCCESS if done else api_pb2.STATUS_FAILURE
-            self._write(summary.session_end_pb(status))
+            end = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=time.time())
+            self._write(session_end_info=end)
         self._session.close()
         self._results.close()
 
-    def _write(self, message: Any) -> None:
+    def _write(self, **info: Any) -> None:
+        ((name, _),) = info.items()
+        content = plugin_data_pb2.HParamsPluginData(**info).SerializeToString()
+        message = tf.compat.v1.Summary()
+        message.value.add(
+            tag=f"_hparams_/{name}",
+            tensor=tf.make_tensor_proto([], tf.float32),
+            metadata={"plugin_data": {"plugin_name": "hparams", "content": content}},
+        )
         with writing_events(self._directory), self._session.as_default(step=0):
             tf.summary.experimental.write_raw_pb(message.SerializeToString())
 

@@ -8,10 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 from records import points, record
+from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from ctl.errors import CtlError
-from ctl.logs.sinks import JsonLines, TensorBoard, _of
+from ctl.logs.sinks import JsonLines, TensorBoard, _of, write_scalars
 
 
 def lines(path):
@@ -149,6 +151,15 @@ def test_tensorboard_has_scalars_of_both_phases_at_once(tmp_path):
     }
     assert points(tmp_path / "eval") == {"loss": [(6, 2.0)]}
     sink.close()
+
+
+def test_scalars_are_the_messages_of_tensorboard(monkeypatch):
+    written = []
+    monkeypatch.setattr(tf.summary.experimental, "write_raw_pb", lambda m, step: written.append(m))
+    values = {"loss": 0.3, "big": 1e300, "none": float("nan"), "count": 3}
+    write_scalars(values, 7)
+    ours = str(tf.compat.v1.Summary.FromString(written[0]))
+    assert ours == "".join(str(scalar_pb(name, value)) for name, value in values.items())
 
 
 def test_tensorboard_where_no_file_can_be(tmp_path):
