@@ -15,7 +15,7 @@ from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 from ctl.base.actions import scalars_of
 from ctl.errors import Preempted
 from ctl.logs.runs import is_best_high
-from ctl.logs.sinks import write_scalars, writing_events
+from ctl.logs.sinks import EventFile, scalar_messages
 
 Ending = Literal["finished", "stopped", "failed"]
 
@@ -39,10 +39,8 @@ class HParams:
     ):
         self._flags = flags
         self._best = dict(best or {})
-        self._directory = directory
-        with writing_events(directory):
-            self._session = tf.summary.create_file_writer(str(directory))
-            self._results = tf.summary.create_file_writer(str(directory / "best"))
+        self._session = EventFile(directory)
+        self._results = EventFile(directory / "best")
         start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
         for name, value in flags.items():
             if isinstance(value, bool):
@@ -62,8 +60,7 @@ class HParams:
                 name, -sign * math.inf
             ):
                 self._best[name] = value
-        with writing_events(self._directory), self._results.as_default():
-            write_scalars(self._best, record["step"])
+        self._results.write(scalar_messages(self._best), record["step"])
 
     def close(self) -> None:
         how = ending()
@@ -78,14 +75,12 @@ class HParams:
     def _write(self, **info: Any) -> None:
         ((name, _),) = info.items()
         content = plugin_data_pb2.HParamsPluginData(**info).SerializeToString()
-        message = tf.compat.v1.Summary()
-        message.value.add(
-            tag=f"_hparams_/{name}",
-            tensor=tf.make_tensor_proto([], tf.float32),
-            metadata={"plugin_data": {"plugin_name": "hparams", "content": content}},
-        )
-        with writing_events(self._directory), self._session.as_default(step=0):
-            tf.summary.experimental.write_raw_pb(message.SerializeToString())
+        value = {
+            "tag": f"_hparams_/{name}",
+            "tensor": tf.make_tensor_proto([], tf.float32),
+            "metadata": {"plugin_data": {"plugin_name": "hparams", "content": content}},
+        }
+        self._session.write([value], 0)
 
 
 def ending() -> Ending:
