@@ -33,6 +33,10 @@ from ctl.errors import UsageError
 # Calls that read at the same time. Threads wait for the disk most of that time.
 _READERS = 4
 
+# Operations of `decode` that give the same bits for all examples of a batch together, in a tenth of
+# the time for small ones.
+_PARSING = {"Placeholder", "Const", "Identity", "NoOp", "ParseExampleV2", "Cast", "Reshape"}
+
 # A call has a fixed cost, so it reads several small shares of a worker: at most so much.
 _TOGETHER_EXAMPLES, _TOGETHER_BYTES = 128, 16 << 20
 
@@ -137,7 +141,10 @@ class Streaming(NotResident):
         if not self.decodes:
             return self._spec
         self._decode_row = tf.function(self._source.decode)
-        traced = self._decode_row.get_concrete_function(self._spec).structured_outputs
+        graph = self._decode_row.get_concrete_function(self._spec)
+        traced = graph.structured_outputs
+        parses = all(operation.type in _PARSING for operation in graph.graph.get_operations())
+        self._decodes_together = parses and not self.skips
         leaves = tf.nest.flatten(traced)
         if not leaves or not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
             kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
@@ -329,7 +336,10 @@ class Streaming(NotResident):
 
     def _decoded(self, indices: tf.Tensor, rows: Any) -> Any:
         """The batch of what the source gave for ``indices``, int64 [n]."""
-        if self.decodes:
+        if self.decodes and self._decodes_together:
+            decode = with_autograph(self._source.decode)
+            batch = tf.vectorized_map(decode, rows, fallback_to_while_loop=False)
+        elif self.decodes:
             batch = tf.map_fn(self.decode, (indices, rows), fn_output_signature=self.example_spec)
         else:
             batch = callbacks.own_memory(rows)
