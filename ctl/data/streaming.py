@@ -37,8 +37,10 @@ _READERS = 4
 # the time for small ones.
 _PARSING = {"Placeholder", "Const", "Identity", "NoOp", "ParseExampleV2", "Cast", "Reshape"}
 
-# A call has a fixed cost, so it reads several small shares of a worker: at most so much.
+# A call has a fixed cost, so it reads several small shares of a worker: at most so much, of one step
+# or, if that is less than so many bytes, of several.
 _TOGETHER_EXAMPLES, _TOGETHER_BYTES = 128, 16 << 20
+_STEPS_EXAMPLES, _STEPS_BYTES = 512, 1 << 17
 
 # Nobody waits longer for the name of an example that cannot be decoded.
 _CULPRIT_SECONDS = 10.0
@@ -219,7 +221,8 @@ class Streaming(NotResident):
         if rest or not self.training:
             return None, 1
         most = min(_TOGETHER_EXAMPLES, _TOGETHER_BYTES // self._bytes_of_first) // size
-        return size, max(1, min(num_replicas, most))
+        of_steps = min(_STEPS_EXAMPLES, _STEPS_BYTES // self._bytes_of_first) // size
+        return size, max(1, min(num_replicas, most), of_steps)
 
     def decoded(self, undecoded: tf.data.Dataset) -> tf.data.Dataset:
         """Returns the `shares` of what `undecoded` gave: ``(keys, batch)``."""
