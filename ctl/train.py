@@ -128,7 +128,6 @@ def _train(model_dir: Path, ledger: outputs.LedgerFile | None = None) -> None:
     programs = _load_tensorflow()
 
     prepared = prepare(FLAGS)
-
     from ctl.checkpoint.export import check_exportable
     from ctl.distributed.workers import is_chief, leave_together
     from ctl.inspect.session import inspect_every

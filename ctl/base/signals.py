@@ -347,8 +347,12 @@ def skip_teardown() -> None:
     """If the command succeeds, its process ends at once when all is called that is registered with
     `atexit` from now on: Python takes 0.2 s to free TensorFlow's modules. Not for one of several
     workers, which TensorFlow disconnects there."""
-    if command := _command:
-        atexit.register(lambda: command.code == 0 and console.leave(0))
+    atexit.register(_leave_if_done)
+
+
+def _leave_if_done() -> None:
+    if _command and _command.code == 0:
+        console.leave(0)
 
 
 def unwind(line: str) -> None:

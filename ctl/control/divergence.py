@@ -35,9 +35,7 @@ class Divergence:
         self._skipped_in_a_row = 0
         self._first = True
 
-    def check(
-        self, step: int, steps: int, loss: float, outcome: CallResult, skipped: int
-    ) -> None:
+    def check(self, step: int, steps: int, loss: float, outcome: CallResult, skipped: int) -> None:
         """Checks one call of the loop. All workers must call it.
 
         Args:

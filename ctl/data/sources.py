@@ -446,9 +446,7 @@ class EncodedImages:
         data, label = example
         if self._names_webp:  # this choice takes a quarter of the time of a small image
             is_webp = tf.strings.substr(data, 0, len(_WEBP)) == _WEBP
-            image = tf.cond(
-                is_webp, lambda: self._decoded_webp(data), lambda: self._decoded(data)
-            )
+            image = tf.cond(is_webp, lambda: self._decoded_webp(data), lambda: self._decoded(data))
         else:
             image = self._decoded(data)
         return resized(image, self._image_shape), label

@@ -37,8 +37,8 @@ _READERS = 4
 # the time for small ones.
 _PARSING = {"Placeholder", "Const", "Identity", "NoOp", "ParseExampleV2", "Cast", "Reshape"}
 
-# A call has a fixed cost, so it reads several small shares of a worker: at most so much, of one step
-# or, if that is less than so many bytes, of several.
+# A call has a fixed cost, so it reads several small shares of a worker: at most so much of one step
+# or, of tiny examples, of several.
 _TOGETHER_EXAMPLES, _TOGETHER_BYTES = 128, 16 << 20
 _STEPS_EXAMPLES, _STEPS_BYTES = 512, 1 << 17
 
