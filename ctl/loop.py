@@ -142,8 +142,9 @@ class Steps:
         totals = strategy.run(
             lambda losses: losses.totals(report, replicas, self.step.logged.terms()), (losses,)
         )
-        rates = self.step.updater.learning_rates(self.step.global_step - 1)
-        return CallResult(strategy.reduce(SUM, totals, axis=None), losses.finite, position, rates)
+        sums, ended = strategy.reduce(SUM, totals, axis=None), tf.identity(self.step.global_step)
+        rates = self.step.updater.learning_rates(ended - 1)
+        return CallResult(sums, losses.finite, position, ended, rates)
 
     def graph_of_one(self, feed: Any) -> Callable[[], tf.types.experimental.ConcreteFunction]:
         """Returns a function that traces one step on one element of ``feed``, for XLA. The trace
@@ -394,7 +395,7 @@ class Loop:
                 self.feed = self.feed._replace(position=outcome.position)
                 step = self._feed_step = step + steps
                 skipped = self.step.updater.skipped_so_far() - skipped_before
-                self._divergence.check(step, steps, totals.loss, outcome.finite, skipped)
+                self._divergence.check(step, steps, totals.loss, outcome, skipped)
                 self._evaluated, self.scalars.rates = None, outcome.rates
                 self.scalars.add(totals, skipped)
                 self.history.add(totals.loss, totals.examples)

@@ -128,11 +128,11 @@ def _main(model_dir: Path) -> None:
 def _train(model_dir: Path, ledger: outputs.LedgerFile | None = None) -> None:
     programs = _load_tensorflow()
 
+    prepared = prepare(FLAGS)
     from ctl.checkpoint.export import check_exportable
     from ctl.distributed.workers import is_chief, leave_together
     from ctl.inspect.session import inspect_every
 
-    prepared = prepare(FLAGS)
     placement = prepared.placement
     if manifest.paths(model_dir / "checkpoints"):
         _check_evaluation(model_dir, prepared.evaluation.info.split)
@@ -192,6 +192,8 @@ def _load_tensorflow() -> XlaCache | None:
     """Loads TensorFlow. Returns the programs of earlier runs, if they are kept."""
     logging.info("loading TensorFlow")
     one_process = FLAGS.strategy not in ("multi_worker", "parameter_server")
+    if one_process:
+        signals.skip_teardown()
     programs = open_cache() if FLAGS.xla_cache and one_process else None
     if FLAGS.precompile and not programs:
         raise UsageError(

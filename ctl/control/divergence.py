@@ -15,6 +15,7 @@ from ctl.distributed import workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import CheckpointError, DivergedError, UsageError
 from ctl.phases import labels
+from ctl.phases.loss_accumulator import CallResult
 from ctl.step import TrainStep
 
 # Skipped updates in a row after which a run is lost. The loss scale needs at most 15 halvings from
@@ -34,14 +35,14 @@ class Divergence:
         self._skipped_in_a_row = 0
         self._first = True
 
-    def check(self, step: int, steps: int, loss: float, finite: Any, skipped: int) -> None:
+    def check(self, step: int, steps: int, loss: float, outcome: CallResult, skipped: int) -> None:
         """Checks one call of the loop. All workers must call it.
 
         Args:
             step: global step that the call should have ended at.
             steps: number of steps of the call.
             loss: mean loss of these steps.
-            finite: `ctl.phases.loss_accumulator.CallResult.finite` of the call.
+            outcome: of the call.
             skipped: number of these steps whose update was skipped.
 
         Raises:
@@ -50,7 +51,7 @@ class Divergence:
             UsageError: the steps were not counted, the replicas differ after the first call (see
                 `check_copies`), or a label is not a class.
         """
-        counted = int(self._step.global_step.numpy())
+        counted = int(outcome.step)
         if counted != step:
             raise UsageError(
                 f"{steps} steps were run to step {step}, but the global step is {counted}: does "
@@ -60,7 +61,7 @@ class Divergence:
             check_copies(self._step)
             self._first = False
         if not math.isfinite(loss):
-            bad = self._first_bad(step - steps, finite)
+            bad = self._first_bad(step - steps, outcome.finite)
             with watchdog.host("the data of a batch"):
                 examples = labels.not_finite(self._dataset, bad)
             remedy = f"{examples}: mend the data, or leave them out" if examples else _REMEDY

@@ -107,32 +107,37 @@ class TFRecords(Records):
             OSError: the file cannot be read.
         """
         files, numbers = self.locate(indices)
-        spans, runs = [], []
+        order = np.lexsort((numbers, files))
+        files, numbers = files[order], numbers[order]
+        begins, ends = np.empty_like(numbers), np.empty_like(numbers)
         for file in np.unique(files).tolist():
-            rows = np.flatnonzero(files == file)
-            rows = rows[np.argsort(numbers[rows], kind="stable")]
-            breaks = np.flatnonzero(np.diff(numbers[rows]) != 1) + 1
-            for run in np.split(rows, breaks):
-                first = numbers[run[0]]
-                edges = self._offsets[file][first : first + len(run) + 1].tolist()
-                spans.append((self._file(file), edges[-1] - edges[0], edges[0]))
-                runs.append((run.tolist(), edges))
+            rows, offsets = files == file, self._offsets[file]
+            begins[rows], ends[rows] = offsets[numbers[rows]], offsets[numbers[rows] + 1]
+        is_next = (np.diff(files) == 0) & (np.diff(numbers) == 1)
+        firsts = np.flatnonzero(np.append(True, ~is_next))  # of runs of neighbours
+        sizes = np.append(ends[firsts[1:] - 1], ends[-1]) - begins[firsts]
+        runs = zip(*(of.tolist() for of in (files[firsts], sizes, begins[firsts])), strict=True)
+        spans = [(self._file(file), size, begin) for file, size, begin in runs]
+        parts = read_spans(spans)
+        for first, part, (_, size, _) in zip(firsts.tolist(), parts, spans, strict=True):
+            if len(part) < size:
+                self._bad(indices[order[first]], "the file has become shorter")
+        data, lengths = b"".join(parts), ends - begins
+        bytes_of, ends = np.frombuffer(data, np.uint8), np.cumsum(lengths)
+        begins = ends - lengths
+        headers = bytes_of[begins[:, None] + np.arange(8)].view("<u8")[:, 0]
+        stored = bytes_of[ends[:, None] + np.arange(-_FOOTER, 0)].view("<u4")[:, 0]
+        of_records = zip((begins + _HEADER).tolist(), (ends - _FOOTER).tolist(), strict=True)
+        records = [data[begin:end] for begin, end in of_records]
+        for wrong, what in (
+            (headers != lengths - _HEADER - _FOOTER, "the length has changed"),
+            (crc.masked(records) != stored, "corrupted record: its checksum is wrong"),
+        ):
+            if wrong.any():
+                self._bad(indices[order[wrong.argmax()]], what)
         result: list[bytes] = [b""] * len(indices)
-        headers, stored = [b""] * len(indices), np.zeros(len(indices), np.uint32)
-        for data, (run, edges) in zip(read_spans(spans), runs, strict=True):
-            if len(data) < edges[-1] - edges[0]:
-                self._bad(indices[run[0]], "the file has become shorter")
-            for row, begin, end in zip(run, edges, edges[1:], strict=False):
-                begin, end = begin - edges[0], end - edges[0]
-                headers[row] = data[begin : begin + 8]
-                result[row] = data[begin + _HEADER : end - _FOOTER]
-                stored[row] = int.from_bytes(data[end - _FOOTER : end], "little")
-        sums = crc.masked(result)
-        for row, record in enumerate(result):
-            if int.from_bytes(headers[row], "little") != len(record):
-                self._bad(indices[row], "the length has changed")
-            if sums[row] != stored[row]:
-                self._bad(indices[row], "corrupted record: its checksum is wrong")
+        for row, record in zip(order.tolist(), records, strict=True):
+            result[row] = record
         return result
 
     def _bad(self, row: int, what: str) -> NoReturn:

@@ -33,8 +33,14 @@ from ctl.errors import UsageError
 # Calls that read at the same time. Threads wait for the disk most of that time.
 _READERS = 4
 
-# A call has a fixed cost, so it reads several small shares of a worker: at most so much.
+# Operations of `decode` that give the same bits for all examples of a batch together, in a tenth of
+# the time for small ones.
+_PARSING = {"Placeholder", "Const", "Identity", "NoOp", "ParseExampleV2", "Cast", "Reshape"}
+
+# A call has a fixed cost, so it reads several small shares of a worker: at most so much of one step
+# or, of tiny examples, of several.
 _TOGETHER_EXAMPLES, _TOGETHER_BYTES = 128, 16 << 20
+_STEPS_EXAMPLES, _STEPS_BYTES = 512, 1 << 17
 
 # Nobody waits longer for the name of an example that cannot be decoded.
 _CULPRIT_SECONDS = 10.0
@@ -137,7 +143,10 @@ class Streaming(NotResident):
         if not self.decodes:
             return self._spec
         self._decode_row = tf.function(self._source.decode)
-        traced = self._decode_row.get_concrete_function(self._spec).structured_outputs
+        graph = self._decode_row.get_concrete_function(self._spec)
+        traced = graph.structured_outputs
+        parses = all(operation.type in _PARSING for operation in graph.graph.get_operations())
+        self._decodes_together = parses and not self.skips
         leaves = tf.nest.flatten(traced)
         if not leaves or not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
             kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
@@ -212,7 +221,8 @@ class Streaming(NotResident):
         if rest or not self.training:
             return None, 1
         most = min(_TOGETHER_EXAMPLES, _TOGETHER_BYTES // self._bytes_of_first) // size
-        return size, max(1, min(num_replicas, most))
+        of_steps = min(_STEPS_EXAMPLES, _STEPS_BYTES // self._bytes_of_first) // size
+        return size, max(1, min(num_replicas, most), of_steps)
 
     def decoded(self, undecoded: tf.data.Dataset) -> tf.data.Dataset:
         """Returns the `shares` of what `undecoded` gave: ``(keys, batch)``."""
@@ -329,7 +339,10 @@ class Streaming(NotResident):
 
     def _decoded(self, indices: tf.Tensor, rows: Any) -> Any:
         """The batch of what the source gave for ``indices``, int64 [n]."""
-        if self.decodes:
+        if self.decodes and self._decodes_together:
+            decode = with_autograph(self._source.decode)
+            batch = tf.vectorized_map(decode, rows, fallback_to_while_loop=False)
+        elif self.decodes:
             batch = tf.map_fn(self.decode, (indices, rows), fn_output_signature=self.example_spec)
         else:
             batch = callbacks.own_memory(rows)

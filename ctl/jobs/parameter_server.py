@@ -120,8 +120,9 @@ class _RemoteSteps(Steps):
         mean = (losses * examples).sum() / max(examples.sum(), np.finfo(np.float64).tiny)
         stop = float(self._heartbeats.asked_to_stop)
         totals = tf.constant([mean, examples.sum(), stop, 0.0, 0.0])
-        rates = self.step.updater.learning_rates(self.step.global_step - 1)
-        return CallResult(totals, tf.constant(finite), (), rates)
+        ended = tf.constant(self._step_number())
+        rates = self.step.updater.learning_rates(ended - 1)
+        return CallResult(totals, tf.constant(finite), (), ended, rates)
 
     def _step_number(self) -> int:
         return int(self.step.global_step.numpy())

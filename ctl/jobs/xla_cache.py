@@ -58,10 +58,14 @@ class XlaCache:
                 continue
             (self.path / entry.name).write_bytes(content)
         self._known = {path.name for path in self.path.iterdir()}
+        self._looked_at = 0  # when the directory was changed last, in ns
 
     def publish(self) -> None:
         """Gives later processes what this one has compiled so far. An action, too."""
         with contextlib.suppress(OSError):  # a full disk: the programs are compiled again
+            before, self._looked_at = self._looked_at, self.path.stat().st_mtime_ns
+            if before == self._looked_at:
+                return
             for entry in self.path.glob(_ENTRIES):
                 if entry.name not in self._known:
                     self._known.add(entry.name)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import tensorflow as tf
-from tensorboard.plugins.hparams import api_pb2, summary
+from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
 from ctl.base.actions import scalars_of
 from ctl.errors import Preempted
 from ctl.logs.runs import is_best_high
-from ctl.logs.sinks import write_scalars, writing_events
+from ctl.logs.sinks import EventFile, scalar_messages
 
 Ending = Literal["finished", "stopped", "failed"]
 
@@ -38,12 +39,17 @@ class HParams:
     ):
         self._flags = flags
         self._best = dict(best or {})
-        self._directory = directory
-        with writing_events(directory):
-            self._session = tf.summary.create_file_writer(str(directory))
-            self._results = tf.summary.create_file_writer(str(directory / "best"))
-        values = {n: v for n, v in flags.items() if isinstance(v, bool | int | float | str | list)}
-        self._write(summary.session_start_pb(values))
+        self._session = EventFile(directory)
+        self._results = EventFile(directory / "best")
+        start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
+        for name, value in flags.items():
+            if isinstance(value, bool):
+                start.hparams[name].bool_value = value
+            elif isinstance(value, int | float):
+                start.hparams[name].number_value = value
+            elif isinstance(value, str | list):
+                start.hparams[name].string_value = str(value)
+        self._write(session_start_info=start)
 
     def write(self, record: Mapping[str, Any]) -> None:
         if record["phase"] != "eval":
@@ -54,21 +60,27 @@ class HParams:
                 name, -sign * math.inf
             ):
                 self._best[name] = value
-        with writing_events(self._directory), self._results.as_default():
-            write_scalars(self._best, record["step"])
+        self._results.write(scalar_messages(self._best), record["step"])
 
     def close(self) -> None:
         how = ending()
         if how != "stopped":  # a run that is resumed has not ended
             done = how == "finished"
             status = api_pb2.STATUS_SUCCESS if done else api_pb2.STATUS_FAILURE
-            self._write(summary.session_end_pb(status))
+            end = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=time.time())
+            self._write(session_end_info=end)
         self._session.close()
         self._results.close()
 
-    def _write(self, message: Any) -> None:
-        with writing_events(self._directory), self._session.as_default(step=0):
-            tf.summary.experimental.write_raw_pb(message.SerializeToString())
+    def _write(self, **info: Any) -> None:
+        ((name, _),) = info.items()
+        content = plugin_data_pb2.HParamsPluginData(**info).SerializeToString()
+        value = {
+            "tag": f"_hparams_/{name}",
+            "tensor": tf.make_tensor_proto([], tf.float32),
+            "metadata": {"plugin_data": {"plugin_name": "hparams", "content": content}},
+        }
+        self._session.write([value], 0)
 
 
 def ending() -> Ending:

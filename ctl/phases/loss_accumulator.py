@@ -48,6 +48,7 @@ class CallResult(NamedTuple):
     sums: tf.Tensor  # float32 [5 + k], see `LossAccumulator.totals`
     finite: tf.Tensor  # `LossAccumulator.finite` of each replica
     position: Any  # position in the feed after the steps, see `ctl.data.feed`
+    step: tf.Tensor  # the global step after the steps, int64 scalar
     rates: Any = ()  # learning rates of the groups in the last step, float32 scalars
 
     def totals(self) -> CallTotals:

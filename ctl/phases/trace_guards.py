@@ -379,10 +379,9 @@ def _takes_effect(owner: str, name: str, old: Any, new: Any) -> bool:
 
 def _named_by_code(step: Any, layers: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Values that a trace of the user's code reads, by name."""
+    kind, own = type(step), vars(step)
     functions: dict[str, Any] = {
-        f"{type(step).__name__}.{name}": getattr(step, name)
-        for name in _PHASES
-        if hasattr(step, name)
+        f"{kind.__name__}.{name}": own.get(name) or getattr(kind, name, None) for name in _PHASES
     }
     functions["loss_fn"] = getattr(step.loss_fn, "func", step.loss_fn)
     for what, layer in layers.items():

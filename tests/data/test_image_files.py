@@ -138,8 +138,9 @@ def test_a_rotation_is_named_once(folder, warnings_of, order):
 @pytest.mark.skipif(".webp" not in image_files.ENDS, reason="TensorFlow reads no WebP")
 @pytest.mark.parametrize("alpha", [255, 128])
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_webp(folder, alpha, channels):
-    images, _ = read_all(ImageFolder(folder({"cat/1.webp": webp(alpha)}), (1, 1, channels)))
+@pytest.mark.parametrize("name", ["1.WebP", "1.png"])
+def test_webp(folder, alpha, channels, name):
+    images, _ = read_all(ImageFolder(folder({f"cat/{name}": webp(alpha)}), (1, 1, channels)))
     wanted = {1: [76], 3: [255, 0, 0], 4: [255, 0, 0, alpha]}[channels]
     assert images[0, 0, 0].tolist() == wanted
 

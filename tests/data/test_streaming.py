@@ -122,11 +122,49 @@ def test_small_shares_are_read_together():
         dataset = Streaming(examples, global_batch_size=64, **options)
         return dataset.equal_shares(replicas)[1]
 
-    assert [together(replicas) for replicas in (1, 2, 8, 64)] == [1, 2, 8, 64]
+    assert [together(replicas, of_one=4096) for replicas in (1, 2, 8, 64)] == [1, 2, 8, 64]
+    assert [together(replicas) for replicas in (1, 2, 8)] == [8, 16, 64]  # of several steps
     assert together(3) == together(8, training=False) == 1  # shares may be empty
     assert together(8, of_one=1 << 20) == 1  # a share has 8 MB
     assert together(64, of_one=1 << 20) == 15
     assert together(128) == 1
+
+
+class Records:
+    def __init__(self, examples, decode):
+        self.examples, self.decode = examples, decode
+
+    def __len__(self):
+        return len(self.examples)
+
+    def read(self, indices):
+        return [self.examples[index] for index in indices]
+
+
+def test_examples_that_are_only_parsed_are_decoded_together():
+    def parse(record):
+        found = tf.io.parse_single_example(record, {"x": tf.io.FixedLenFeature([2], tf.float32)})
+        return tf.cast(found["x"], tf.int32)
+
+    def computed(record):
+        return parse(record) + 0
+
+    examples = [
+        tf.train.Example(features=tf.train.Features(feature={"x": feature})).SerializeToString()
+        for feature in (
+            tf.train.Feature(float_list=tf.train.FloatList(value=[k, -k])) for k in range(11)
+        )
+    ]
+    for size, replicas in ((4, 1), (4, 3), (1, 2)):  # also shares without examples
+        found = []
+        for decode in (parse, computed):
+            dataset = Streaming(Records(examples, decode), global_batch_size=size, training=False)
+            assert dataset._decodes_together == (decode is parse)
+            shares = dataset.shares(0, range(replicas), replicas).as_numpy_iterator()
+            found.append([batch for _, batch in shares])
+        assert len(found[0]) == len(found[1])
+        for together, each in zip(*found, strict=True):
+            np.testing.assert_array_equal(together, each, strict=True)
 
 
 def test_keys_are_the_epoch_and_the_index(sources):

@@ -8,10 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 from records import points, record
+from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from ctl.errors import CtlError
-from ctl.logs.sinks import JsonLines, TensorBoard, _of
+from ctl.logs.sinks import JsonLines, TensorBoard, _of, scalar_messages
 
 
 def lines(path):
@@ -151,9 +153,15 @@ def test_tensorboard_has_scalars_of_both_phases_at_once(tmp_path):
     sink.close()
 
 
+def test_scalars_are_the_messages_of_tensorboard():
+    values = {"loss": 0.3, "big": 1e30, "none": float("nan"), "count": 3}
+    ours = tf.compat.v1.Summary(value=scalar_messages(values))
+    assert str(ours) == "".join(str(scalar_pb(name, value)) for name, value in values.items())
+
+
 def test_tensorboard_where_no_file_can_be(tmp_path):
     (tmp_path / "train").touch()
-    with pytest.raises(CtlError, match=f"cannot write events to {tmp_path}: ") as raised:
+    with pytest.raises(CtlError, match=f"cannot write events to {tmp_path}/train: ") as raised:
         TensorBoard(tmp_path).write(record(loss=0.5))
     assert "\n" not in str(raised.value)
 
