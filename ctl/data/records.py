@@ -106,6 +106,8 @@ class TFRecords(Records):
             BadRecord: a checksum is wrong, or the file has become shorter.
             OSError: the file cannot be read.
         """
+        if not len(indices):  # the share of a replica may be empty
+            return []
         files, numbers = self.locate(indices)
         order = np.lexsort((numbers, files))
         files, numbers = files[order], numbers[order]

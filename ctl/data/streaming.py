@@ -339,11 +339,12 @@ class Streaming(NotResident):
 
     def _decoded(self, indices: tf.Tensor, rows: Any) -> Any:
         """The batch of what the source gave for ``indices``, int64 [n]."""
+        spec = self.example_spec
         if self.decodes and self._decodes_together:
             decode = with_autograph(self._source.decode)
             batch = tf.vectorized_map(decode, rows, fallback_to_while_loop=False)
         elif self.decodes:
-            batch = tf.map_fn(self.decode, (indices, rows), fn_output_signature=self.example_spec)
+            batch = tf.map_fn(self.decode, (indices, rows), fn_output_signature=spec)
         else:
             batch = callbacks.own_memory(rows)
         classes = self.info.num_classes

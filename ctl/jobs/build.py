@@ -6,8 +6,6 @@ Shared by `ctl.train`, `ctl.evaluate` and `ctl.inspect`. Importing this module l
 from __future__ import annotations
 
 import functools
-import importlib
-import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -98,8 +96,6 @@ def prepare(flags: FlagValues = FLAGS) -> Prepared:
     named.check_calls(named.step_class(flags.step), flags.model, flags.loss, flags.metrics)
     named.check_metrics(flags.metrics)
     test, others, files = None, {}, None
-    # Python is free while TensorFlow reads the data.
-    threading.Thread(target=importlib.import_module, args=("ctl.loop",), daemon=True).start()
     with watchdog.host("loading the data"):
         if is_function_name(flags.dataset):
             train, evaluation = _own_data(flags)

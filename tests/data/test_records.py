@@ -44,6 +44,7 @@ def test_records_in_any_order(files, tmp_path):
         assert len(records) == 40
         assert records.read(order) == [RECORDS[n] for n in order]
         assert records.read(np.array([39, 3, 3])) == [RECORDS[n] for n in (39, 3, 3)]
+        assert records.read(np.array([], np.int64)) == []
         assert records.where(27).endswith(", record 2")
 
 
