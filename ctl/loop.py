@@ -566,18 +566,19 @@ class Loop:
                 state, changed = self.state.variables(), self.step.trace_guards.changed(self.step)
                 checkpoints.save(self.global_step, state, metrics, changed=changed, wait=wait)
 
-    def restore(self, *, changed: bool = True) -> Saved | None:
+    def restore(self, *, changed: bool = True, grow: bool = False) -> Saved | None:
         """Restores the last checkpoint (see `manifest.newest_first`) and returns it; None if there
         is none. Training resumes bit for bit. With ``changed`` False, Python values stay as the
-        program has set them (see `Saved.changed`). Raises `CheckpointError` if none is intact, or
-        if it does not fit or has another class of step; `UsageError` if the loop has no
-        checkpoints, or an action calls it."""
+        program has set them (see `Saved.changed`). With ``grow``, embedding tables may have more
+        rows than the checkpoint; those keep the values that the model gave them. Raises
+        `CheckpointError` if none is intact, or if it does not fit or has another class of step;
+        `UsageError` if the loop has no checkpoints, or an action calls it."""
         if self._doing == "training":
             raise UsageError(
                 "an action cannot call restore(): end the training with status.stop(), and "
                 "call it then"
             )
-        saved, results = self.state.restore(self._checkpoints(), changed)
+        saved, results = self.state.restore(self._checkpoints(), changed, grow)
         if saved:
             self._evaluated = results or None
             self.stopped, self._asked_to_end = saved.stopped, False

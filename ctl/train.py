@@ -221,7 +221,7 @@ def _open_checkpoints(model_dir: Path, prepared: Prepared) -> CheckpointManager:
 
 def _restore(loop: Loop, model_dir: Path) -> Saved | None:
     """Restores the last checkpoint, and logs what changes there."""
-    saved = loop.restore()
+    saved = loop.restore(grow=FLAGS.extend)
     if saved:
         logging.info("resuming at step %d from %s", saved.step, saved.path)
         _show_changes(model_dir, loop)

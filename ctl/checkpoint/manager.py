@@ -57,6 +57,7 @@ _RESIZED = (
     ", one value for each replica: resume on as many, or make the variable with on_resize='sum' or "
     "'zero'"
 )
+_GROWN = " (an embedding table may grow with --extend, restore(grow=True))"
 
 
 # The managers that write, by process (a forked one has others) and directory.
@@ -697,7 +698,8 @@ def _require_fit(saved: Saved, variables: Mapping[str, list[tf.Variable]]) -> No
                 differing.append(f"{key}[{i}] {_describe(a)} is extra")
             elif a["dtype"] != b["dtype"] or not _fits(a["shape"], b["shape"]):
                 text = f"{key}[{i}] is {_describe(a)} instead of {_describe(b)}"
-                differing.append(text + (_RESIZED if key == "replicas" else ""))
+                hint = _GROWN if _has_more_rows(a, b) else ""
+                differing.append(text + (_RESIZED if key == "replicas" else hint))
             elif manifest.unnumbered(a["name"]) != manifest.unnumbered(b["name"]):
                 renamed.append(f"{key}[{i}] is {a['name']} instead of {b['name']}")
     if differing:
@@ -710,6 +712,12 @@ def _require_fit(saved: Saved, variables: Mapping[str, list[tf.Variable]]) -> No
             "%s: the names of %d variables differ, e.g. %s; their values are restored by position",
             *(saved.path, len(renamed), renamed[0]),
         )
+
+
+def _has_more_rows(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    was, now = old["shape"], new["shape"]
+    alike = old["dtype"] == new["dtype"] and len(was) == len(now) == 2 and was[1] == now[1]
+    return alike and now[0] is not None and was[0] < now[0]
 
 
 def _fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from ctl.base import durable
 from ctl.checkpoint import bundle
@@ -15,13 +17,16 @@ from ctl.control import jit
 from ctl.data.dataset import Dataset
 from ctl.distributed import replicas, workers
 from ctl.errors import CheckpointError
-from ctl.phases.sparse_rows import Table
+from ctl.phases.optimizers import slots_of
+from ctl.phases.shards import Split
+from ctl.phases.sparse_rows import Table, tables_of
 from ctl.schedule.patience import with_memory
 from ctl.step import TrainStep
 
 _EVALUATED = ("model", "step", "ema", "counters")  # what an evaluation reads, of all models
 _TRAINED = "trained"  # which variables train, if not all do: see `Loop.train_only`
 _COMPILED = "compiled"  # present if XLA compiles the step: see `ctl.control.jit`
+_NONE: Mapping[int, Any] = types.MappingProxyType({})
 _ROWS = "rows"  # embedding tables as they are, and what they have missed: `ctl.phases.deferred`
 
 
@@ -32,10 +37,11 @@ class TrainState:
     def __init__(self, step: TrainStep, dataset: Dataset, eval_actions: Sequence[Any]):
         self._step, self._dataset, self._eval_actions = step, dataset, eval_actions
 
-    def variables(self) -> dict[str, list[tf.Variable]]:
-        """Returns the current variables, by group. Per-replica values are as of `collect`."""
+    def variables(self, stand_ins: Mapping[int, Any] = _NONE) -> dict[str, list[Any]]:
+        """Returns the current variables, by group. Per-replica values are as of `collect`.
+        ``stand_ins`` stand for some of them, by their ids."""
         step = self._step
-        state = _with_whole_tables(step)
+        state = _with_whole_tables(step, stand_ins)
         if memories := [owner.memory for owner in with_memory(self._eval_actions)]:
             state["memory"] = memories
         if not all(step.trainable_mask):
@@ -53,10 +59,11 @@ class TrainState:
         step.updater.renew_copies()
 
     def restore(
-        self, checkpoints: CheckpointManager, changed: bool = True
+        self, checkpoints: CheckpointManager, changed: bool = True, grow: bool = False
     ) -> tuple[Saved | None, dict[str, float]]:
         """Restores the last checkpoint, the Python values that were ``changed`` before it, and the
-        first run's decision about XLA (`jit.keep`).
+        first run's decision about XLA (`jit.keep`). With ``grow``, embedding tables may have more
+        rows than it.
 
         Returns the checkpoint, or None; and the results of its evaluation, or an empty dict. A
         checkpoint is written before its evaluation, so actions with a memory get these results now.
@@ -64,7 +71,8 @@ class TrainState:
         Raises:
             CheckpointError: see `CheckpointManager.restore`.
         """
-        step, state = self._step, self.variables()
+        step, growing = self._step, _growing(self._step) if grow else {}
+        state = self.variables(growing)
         # A checkpoint of another phase or setting has none of these.
         for settings in (_TRAINED, _COMPILED, _ROWS):
             state.pop(settings, None)
@@ -75,7 +83,7 @@ class TrainState:
         if _TRAINED in saved.variables:
             [values] = _read(saved, _TRAINED, [_setting(step.trainable_mask)])
             step.trainable_mask = tuple(bool(value) for value in values)
-        self._restore_rows(saved)
+        self._restore_rows(saved, growing)
         jit.keep(step, self._dataset, _COMPILED in saved.variables)
         replicas.offset_dropout_seeds(step.strategy, step.tracked.layer)
         step.per_replica_variables.spread(step.strategy)
@@ -87,16 +95,19 @@ class TrainState:
             owner.evaluated(saved.step, results)
         return saved, results
 
-    def _restore_rows(self, saved: Saved) -> None:
+    def _restore_rows(self, saved: Saved, growing: Mapping[int, Any]) -> None:
         step = self._step
-        rows = _rows_of(step)
+        rows = _rows_of(step, growing)
         step.tables.restored()
         if _ROWS not in saved.variables:  # of a training with dense gradients
             for deferred in step.tables.deferred:
                 deferred.reset()
             return
-        ours = [[*variable.shape] for variable in rows]
-        if ours != [spec["shape"] for spec in saved.variables[_ROWS]]:
+        theirs = [tf.TensorShape(spec["shape"]) for spec in saved.variables[_ROWS]]
+        if len(rows) != len(theirs) or not all(
+            variable.shape.is_compatible_with(shape)
+            for variable, shape in zip(rows, theirs, strict=True)
+        ):
             raise CheckpointError(
                 f"{saved.path} has embedding tables that were trained by rows: resume it with the "
                 "same model, optimizer and sparse_rows=on (--sparse_rows=on)"
@@ -128,12 +139,14 @@ def _read(saved: Saved, group: str, variables: list[Any]) -> list[tf.Tensor]:
         ) from damage
 
 
-def _with_whole_tables(step: TrainStep) -> dict[str, list[Any]]:
+def _with_whole_tables(
+    step: TrainStep, stand_ins: Mapping[int, Any] = _NONE
+) -> dict[str, list[Any]]:
     """The state of ``step``. All rows of tables are there and up to date, for whoever reads them;
     another group has the tables as they are, from which a resume goes on."""
     state: dict[str, list[Any]] = step.state()
     whole = {id(t.variable.value): t.whole or _Whole(t) for t in step.tables if t.is_special}
-    rows, stands_for = _rows_of(step), {**step.tables.parts, **whole}
+    rows, stands_for = _rows_of(step, stand_ins), {**step.tables.parts, **whole, **stand_ins}
     for group in state:
         state[group] = [stands_for.get(id(variable), variable) for variable in state[group]]
     if rows:
@@ -141,10 +154,10 @@ def _with_whole_tables(step: TrainStep) -> dict[str, list[Any]]:
     return state
 
 
-def _rows_of(step: TrainStep) -> list[Any]:
-    deferred, parts = step.tables.deferred, step.tables.parts
-    variables = [v for one in deferred for v in (one.table.value, *one.variables)]
-    return [parts.get(id(variable), variable) for variable in variables]
+def _rows_of(step: TrainStep, stand_ins: Mapping[int, Any] = _NONE) -> list[Any]:
+    stands_for = {**step.tables.parts, **stand_ins}
+    variables = [v for one in step.tables.deferred for v in (one.table.value, *one.variables)]
+    return [stands_for.get(id(variable), variable) for variable in variables]
 
 
 class _Whole:
@@ -162,6 +175,57 @@ class _Whole:
 
     def assign(self, value: tf.Tensor) -> None:
         self._table.variable.value.assign(value)
+
+
+class _Growing:
+    """Stands for a variable of an embedding table that may have more rows than a checkpoint.
+
+    Args:
+        variable: [n, ...], or what stands for it.
+        more: value of the rows that the checkpoint has not; by default, they keep theirs.
+    """
+
+    def __init__(self, variable: Any, more: tf.Variable | None = None):
+        self._variable, self._more = variable, more
+        self.name, self.dtype = variable.name, variable.dtype
+        self.shape = tf.TensorShape([None, *variable.shape[1:]])
+
+    def value(self) -> tf.Tensor:
+        return self._variable.value()
+
+    def assign(self, rows: tf.Tensor) -> None:
+        count, here = self._variable.shape[0], rows.shape[0]
+        if here > count:
+            raise CheckpointError(
+                f"{self.name} has {here} rows in the checkpoint, and {count} in the model: a table "
+                "may grow, not shrink"
+            )
+        if here < count:
+            logging.info("%s: %d rows of the checkpoint, and %d new", self.name, here, count - here)
+        if here == count:
+            self._variable.assign(rows)
+        elif isinstance(self._variable, Split):
+            self._variable.assign_first(rows, self._more)
+        else:
+            more = self._variable.value()[here:]
+            more = more if self._more is None else tf.zeros_like(more) + self._more
+            self._variable.assign(tf.concat([rows, more], 0))
+
+
+def _growing(step: TrainStep) -> dict[int, _Growing]:
+    """What stands for the variables of embedding tables if a checkpoint may have fewer rows, by
+    their ids."""
+    updater, parts, stand_ins = step.updater, step.tables.parts, {}
+    average_of = dict(zip(map(id, updater.averaged_variables), updater.ema, strict=True))
+    for table, _ in tables_of(step):
+        variables = [table.value, *slots_of(updater.group_of(table).optimizer, table)]
+        for variable in (*variables, average_of.get(id(table), table.value)):
+            if variable.shape[:1] == table.value.shape[:1]:
+                stand_ins[id(variable)] = _Growing(parts.get(id(variable), variable))
+    for deferred in step.tables.deferred:  # new rows have missed nothing
+        last = deferred.last
+        stand_ins[id(last)] = _Growing(parts.get(id(last), last), deferred.updates)
+    return stand_ins
 
 
 class Value(NamedTuple):

@@ -86,7 +86,8 @@ def _define_resume_flags() -> None:
         "extend",
         False,
         "Continue a run for more --epochs or --train_steps if its schedule depends on the length. "
-        "From the current step on, the rates are those of the longer training.",
+        "From the current step on, the rates are those of the longer training. Embedding tables "
+        "may have more rows than before; the new ones begin as the model makes them.",
     )
     flags.DEFINE_list(
         "change",

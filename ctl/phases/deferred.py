@@ -197,7 +197,8 @@ class Deferred:
 
     Attributes:
         table: the table.
-        last: of each row, by which update it was last brought up to date, int32 [n].
+        updates: number of updates since all rows were up to date, int32 scalar.
+        last: of each row, by which of them it was last brought up to date, int32 [n].
         variables: what a checkpoint holds beside the table and its slots.
     """
 
@@ -212,7 +213,7 @@ class Deferred:
         self._strategy, self._rows = strategy, table.shape[0]
         self._settings = _settings_of(optimizer, table)
         # Updates since all rows were up to date; of each row, which of them was its last.
-        self._updates = self._variable("updates", tf.zeros([], tf.int32))
+        self.updates = self._variable("updates", tf.zeros([], tf.int32))
         self.last = self._variable("last", tf.zeros(table.shape[:1], tf.int32))
         # For rows whose last update was the i-th: what decay has left of the row, and the sums of
         # the coefficients.
@@ -220,7 +221,7 @@ class Deferred:
         # Those of the rule, by which a checkpoint of other ones is known.
         constants = [float(value or 0) for value in self._settings.values()]
         self._constants = self._variable("settings", tf.constant(constants, tf.float64))
-        self.variables = [self._updates, self.last, self._history, self._constants]
+        self.variables = [self.updates, self.last, self._history, self._constants]
 
     def check(self) -> None:
         """Raises `UsageError` if the optimizer has other settings than the rule."""
@@ -259,7 +260,7 @@ class Deferred:
         history = tf.cast(copy_here(self._history).sparse_read(last), row.dtype)
         kept, *sums = tf.split(history, 1 + self._rule.terms, axis=1)  # each [m, 1]
         row = self._rule.moved(kept * row, slots, sums)
-        missed = tf.cast(self._updates - last, tf.float64)[:, tf.newaxis]
+        missed = tf.cast(self.updates - last, tf.float64)[:, tf.newaxis]
         for name, factor in self._rule.factors.items():
             left = tf.pow(tf.constant(factor, tf.float64), missed)
             slots[name] *= tf.cast(left, row.dtype)
@@ -268,7 +269,7 @@ class Deferred:
     def make_room(self) -> int:
         """Brings all rows up to date if the history has no room for another update. Returns for how
         many it has room. Call it outside of a graph."""
-        updates = int(self._updates.numpy())
+        updates = int(self.updates.numpy())
         if updates + 1 < HISTORY:
             return HISTORY - 1 - updates
         self.bring_up_to_date()
@@ -284,7 +285,7 @@ class Deferred:
         """
         rule, rate = self._rule, tf.cast(rate, tf.float64)
         update = tf.cast(self._optimizer.iterations.value + 1, tf.float64)
-        updates, history = self._updates + 1, copy_here(self._history)
+        updates, history = self.updates + 1, copy_here(self._history)
         rows = history.read_value()[:updates] * (1.0 - rule.decay * rate)
         rows *= 1.0 if rule.keeps else tf.one_hot(0, 1 + rule.terms, dtype=tf.float64)
         # Coefficients of rows that have missed more are below rounding.
@@ -297,13 +298,13 @@ class Deferred:
         history.scatter_update(tf.IndexedSlices(rows, tf.range(updates)))
         last = tf.fill(tf.shape(numbers), updates)
         copy_here(self.last).scatter_update(tf.IndexedSlices(last, numbers))
-        self._updates.assign(updates)
+        self.updates.assign(updates)
 
     def reset(self) -> None:
         """Notes that all rows are up to date."""
         self.last.assign(tf.zeros_like(self.last))
         self._history.assign(self._nothing_missed())
-        self._updates.assign(0)
+        self.updates.assign(0)
 
     def _bring_all(self) -> None:
         """Brings all rows up to date, some at a time."""
@@ -331,7 +332,7 @@ class Deferred:
     def bring_up_to_date(self) -> None:
         """Brings all rows up to date. Call it outside of a graph, before another value is assigned
         to the table."""
-        if int(self._updates.numpy()):
+        if int(self.updates.numpy()):
             with watchdog.host("the rows of an embedding table"), self._strategy.scope():
                 self._bring()
 

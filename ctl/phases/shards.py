@@ -237,6 +237,15 @@ class Split:
     def numpy(self) -> np.ndarray:
         return self.value().numpy()
 
+    def assign_first(self, rows: tf.Tensor, more: tf.Tensor | None = None) -> None:
+        """Takes the first ``rows``. The others stay as they are, or become ``more``."""
+        copies = self._shards.copies(self._variable)
+        for copy, (start, _) in zip(copies, self._shards.here, strict=True):
+            mine = rows[start : start + self._shards.most]
+            rest = copy.value()[len(mine) :]
+            rest = rest if more is None else tf.zeros_like(rest) + more
+            copy.assign(tf.concat([mine, rest], 0))
+
     def assign(self, rows: tf.Tensor) -> None:
         """Takes the rows of ``slice``, or all of them."""
         first = 0 if rows.shape[0] == self._shards.rows else self._first
