@@ -21,8 +21,8 @@ def make(strategy, rows, directory, **options) -> Loop:
     with strategy.scope():
         layers = [keras.Input([5], dtype="int32"), keras.layers.Embedding(rows, WIDTH)]
         layers += [keras.layers.Flatten(), keras.layers.Dense(CLASSES)]
-        optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1)
-        step = TrainStep(keras.Sequential(layers), optimizer, **options)
+        adamw = keras.optimizers.AdamW(0.01, weight_decay=0.1)
+        step = TrainStep(keras.Sequential(layers), options.pop("optimizer", adamw), **options)
     data = InMemory(arrays, global_batch_size=8, seed=1)
     return Loop(step, data, strategy=strategy, checkpoints=directory)
 
@@ -60,3 +60,25 @@ def test_the_rows_that_were_there_go_on_as_they_would(mirrored, tmp_path, replic
     after.checkpoints.close()
     with pytest.raises(CheckpointError, match=f"has {MORE} rows .* {ROWS} in the model"):
         make(mirrored(replicas), ROWS, tmp_path, **options).restore(grow=True)
+
+
+def test_slots_of_new_rows_begin_as_the_optimizer_makes_them(mirrored, tmp_path):
+    """Those of Adagrad are not 0. The run goes on on more replicas, with tables that are split."""
+
+    def slot(loop):
+        found = [v.numpy() for v in loop.state.variables()["optimizer"]]
+        return next(one for one in found if one.shape == loop.step.model.get_weights()[0].shape)
+
+    few = make(mirrored(1), ROWS, tmp_path, optimizer="adagrad")
+    few.train(10)
+    few.save(wait=True)
+    few.checkpoints.close()
+    options = {"optimizer": "adagrad", "sparse_rows": "on", "embedding_plan": "sharded"}
+    more = make(mirrored(2), MORE, tmp_path, **options)
+    more.restore(grow=True)
+    np.testing.assert_array_equal(slot(more)[:ROWS], slot(few))
+    np.testing.assert_array_equal(slot(more)[ROWS:], np.float32(0.1))
+    for loop in (few, more):
+        loop.train(20)
+    tables = [loop.step.model.get_weights()[0] for loop in (few, more)]
+    np.testing.assert_allclose(tables[1][:ROWS], tables[0], atol=1e-6)

@@ -20,6 +20,8 @@ OPTIMIZERS = (
     *("SGD", "Momentum", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Ftrl"),
     *("Lion", "Lamb", "Adafactor", "Nadam", "Muon", "ScheduleFreeAdamW"),
 )
+# Those that move rows of an embedding table without a gradient, which ctl defers.
+DEFERRED = ("Momentum", "RMSprop", "Adam", "AdamW", "Ftrl")
 
 # What may be changed between two calls.
 CHANGES = ("scale", "rate", "slope", "activation", "trainable", "train_only")
@@ -228,7 +230,10 @@ def valid(case: Case) -> Case:
     if case.features not in ("ids", "two", "ragged") or case.twice or case.change == "scale":
         changes |= {"by_rows": False}  # there is no table, or the step has phases of its own
     split = changes.get("by_rows", case.by_rows) and changes.get("replicas", case.replicas) > 1
-    split &= case.strategy in ("mirrored", "ring") and case.optimizer in ("SGD", "Adagrad")
+    split &= case.strategy in ("mirrored", "ring")
+    # What is deferred has tables in float32.
+    deferred = case.optimizer in DEFERRED and case.policy not in ("bfloat16", "float16")
+    split &= case.optimizer in ("SGD", "Adagrad") or deferred
     split &= (case.accumulate_steps, case.ema_decay, case.weight_decay) == (1, None, None)
     if not split or case.jit_compile or case.frozen or case.penalty:
         changes |= {"sharded": False}  # the table is not trained by rows, or in a loop

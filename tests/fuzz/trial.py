@@ -31,7 +31,7 @@ from ctl.schedule import Cosine
 from ctl.step import TrainStep
 
 from . import checked, oracle
-from .cases import WRONG, Case
+from .cases import DEFERRED, WRONG, Case
 from .models import (
     CLASS_WEIGHT,
     arrays_of,
@@ -219,6 +219,7 @@ def _make_loop(case: Case, dataset: Any, strategy: tf.distribute.Strategy, direc
             "ema_decay": case.ema_decay,
             "on_nan": case.on_nan,
             "bytes_per_pack": case.bytes_per_pack,
+            "sparse_rows": "on" if case.sharded and case.optimizer in DEFERRED else "auto",
             "embedding_plan": "auto"
             if case.planned
             else ("sharded" if case.sharded else "replicated"),
