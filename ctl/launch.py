@@ -253,7 +253,7 @@ def launch(
             _say(f"restart {attempt + 1} of {max_restarts} in {pause:g} s")
             _wait_until(lambda: received, pause)
             if received:
-                return code
+                return Preempted.exit_code
     raise AssertionError("unreachable")
 
 
@@ -310,7 +310,7 @@ def _launch_elastic(command: Sequence[str], bounds: _Bounds) -> int:
             away.clear()
             _wait_until(lambda: received, pause)
             if received:
-                return code
+                return Preempted.exit_code
 
 
 def _launch_on_machines(

@@ -198,6 +198,17 @@ def test_the_pause_before_a_restart():
     assert launch._pause_before(10**6, 0.0) == 0
 
 
+@pytest.mark.parametrize("workers", ["2", "2..3"])
+def test_a_signal_ends_the_pause_before_a_restart(workers):
+    options = [f"--workers={workers}", "--max_restarts=1", "--backoff=30", "--grace=1"]
+    process = start(*options, code="sys.exit(9)")
+    for line in process.stderr:
+        if "restart 1 of 1 in 30 s" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 42
+
+
 MEET = """
 import os, socket, sys
 from pathlib import Path
