@@ -341,7 +341,7 @@ class Streaming(NotResident):
         """The batch of what the source gave for ``indices``, int64 [n]."""
         spec = self.example_spec
         if self.decodes and self._decodes_together:
-            decode = with_autograph(self._source.decode)
+            decode, rows = with_autograph(self._source.decode), callbacks.own_memory(rows)
             batch = tf.vectorized_map(decode, rows, fallback_to_while_loop=False)
         elif self.decodes:
             batch = tf.map_fn(self.decode, (indices, rows), fn_output_signature=spec)

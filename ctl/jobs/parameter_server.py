@@ -120,7 +120,7 @@ class _RemoteSteps(Steps):
         mean = (losses * examples).sum() / max(examples.sum(), np.finfo(np.float64).tiny)
         stop = float(self._heartbeats.asked_to_stop)
         totals = tf.constant([mean, examples.sum(), stop, 0.0, 0.0])
-        ended = tf.constant(self._step_number())
+        ended = tf.constant(self._step_number(), tf.int64)
         rates = self.step.updater.learning_rates(ended - 1)
         return CallResult(totals, tf.constant(finite), (), ended, rates)
 

@@ -39,10 +39,10 @@ def test_a_program_that_reads_ahead_ends(zygote, tmp_path):
     zygote.run("reads_ahead", path=[tmp_path])
 
 
-@pytest.mark.parametrize("source", ["generator", "streamed"])
+@pytest.mark.parametrize("source", ["generator", "streamed", "decoded"])
 def test_an_array_of_the_user_is_never_written_to(source):
     """TensorFlow writes the result into the array, though it is half of a tensor in use."""
-    array = aligned([4, 256])
+    array = aligned([4, 1 << 15])  # small ones of several batches are read together
     array[:] = 1.0
     if source == "generator":
         spec = tf.TensorSpec(array.shape, array.dtype)
@@ -51,7 +51,8 @@ def test_an_array_of_the_user_is_never_written_to(source):
         )
         data = GlobalBatches(batches)
     else:
-        data = Streaming(Same(array), global_batch_size=4)
+        kind = Same if source == "streamed" else SameDecoded
+        data = Streaming(kind(array), global_batch_size=4)
     iterator = open_batches(data, tf.distribute.OneDeviceStrategy("/cpu:0"))
 
     @tf.function(autograph=False)
@@ -74,6 +75,11 @@ class Same:
 
     def read(self, indices):
         return self.array if len(indices) == len(self.array) else self.array[: len(indices)]
+
+
+class SameDecoded(Same):
+    def decode(self, row):
+        return tf.reshape(row, [-1])
 
 
 def aligned(shape):
