@@ -87,6 +87,10 @@ class Records:
 class TFRecords(Records):
     """Files in TFRecord, uncompressed. Their headers are read once, see `ctl.data.index`."""
 
+    reads_quickly = (
+        True  # by no code of the user's, so `Streaming` may read ahead for several steps
+    )
+
     @functools.cached_property
     def _offsets(self) -> list[np.ndarray]:
         return index.offsets(self.paths, _walk, "tfrecord")
@@ -264,6 +268,8 @@ def _walk_lines(path: AnyPath) -> Iterator[np.ndarray]:
 
 class ArrayRecords(Records):
     """Files in ArrayRecord, which have an index of their own; best of group_size 1, as of TFDS."""
+
+    reads_quickly = True
 
     @functools.cached_property
     def _readers(self) -> list[Any]:

@@ -58,6 +58,8 @@ class Source(Protocol):
     * ``content_hash() -> str``: identifies the data, to refuse a resume with others; without it,
       some examples do, which are read twice;
     * ``check()``: raises `UsageError` if the data are not suitable, before the first step;
+    * ``reads_quickly``: True if a small example takes microseconds, so that a call of `read` may be
+      for several batches;
     * ``info``: a `DatasetInfo`.
     """
 

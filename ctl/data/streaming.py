@@ -38,7 +38,7 @@ _READERS = 4
 _PARSING = {"Placeholder", "Const", "Identity", "NoOp", "ParseExampleV2", "Cast", "Reshape"}
 
 # A call has a fixed cost, so it reads several small shares of a worker: at most so much of one step
-# or, of tiny examples, of several.
+# or, of tiny records, of several.
 _TOGETHER_EXAMPLES, _TOGETHER_BYTES = 128, 16 << 20
 _STEPS_EXAMPLES, _STEPS_BYTES = 512, 1 << 17
 
@@ -221,7 +221,9 @@ class Streaming(NotResident):
         if rest or not self.training:
             return None, 1
         most = min(_TOGETHER_EXAMPLES, _TOGETHER_BYTES // self._bytes_of_first) // size
-        of_steps = min(_STEPS_EXAMPLES, _STEPS_BYTES // self._bytes_of_first) // size
+        of_steps = 1
+        if getattr(self._source, "reads_quickly", False):
+            of_steps = min(_STEPS_EXAMPLES, _STEPS_BYTES // self._bytes_of_first) // size
         return size, max(1, min(num_replicas, most), of_steps)
 
     def decoded(self, undecoded: tf.data.Dataset) -> tf.data.Dataset:

@@ -24,7 +24,7 @@ from ctl.data.errors import translate_data_errors
 from ctl.data.feed import open_batches
 from ctl.data.load import read_all
 from ctl.data.records import ArrayRecords, BadRecord, TFRecords
-from ctl.data.sources import EncodedImages, ImageFolder, Items, JsonLines, Source, mapped
+from ctl.data.sources import Arrays, EncodedImages, ImageFolder, Items, JsonLines, Source, mapped
 from ctl.data.streaming import Streaming
 from ctl.data.tfds_source import ImageSource, Split, find
 from ctl.errors import CheckpointError, UsageError
@@ -117,13 +117,15 @@ def test_shares_are_those_that_tensorflow_makes(mirrored, replicas, count):
 
 
 def test_small_shares_are_read_together():
-    def together(replicas, of_one=8, **options):
-        examples = np.zeros([64, of_one], np.uint8)
-        dataset = Streaming(examples, global_batch_size=64, **options)
+    def together(replicas, of_one=8, quick=False, **options):
+        source = Arrays(np.zeros([64, of_one], np.uint8))
+        source.reads_quickly = quick
+        dataset = Streaming(source, global_batch_size=64, **options)
         return dataset.equal_shares(replicas)[1]
 
-    assert [together(replicas, of_one=4096) for replicas in (1, 2, 8, 64)] == [1, 2, 8, 64]
-    assert [together(replicas) for replicas in (1, 2, 8)] == [8, 16, 64]  # of several steps
+    assert [together(replicas) for replicas in (1, 2, 8, 64)] == [1, 2, 8, 64]
+    of_steps = [together(replicas, quick=True) for replicas in (1, 2, 8)]
+    assert of_steps == [8, 16, 64] and TFRecords.reads_quickly
     assert together(3) == together(8, training=False) == 1  # shares may be empty
     assert together(8, of_one=1 << 20) == 1  # a share has 8 MB
     assert together(64, of_one=1 << 20) == 15
