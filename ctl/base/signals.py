@@ -152,14 +152,19 @@ class _Command:
     def __init__(self) -> None:
         self._line, self._unwinds = "stopped before the training; run the same command again", False
         self._number: int | None = None
-        self.code: int | None = None
+        self._code: int | None = None
+        self.skips_teardown = False
         self._first = True  # for the thread: whether the next signal is the first
         self._raised = threading.Event()
 
+    @property
+    def succeeded(self) -> bool:
+        return self._code == 0
+
     def handle(self, number: int) -> None:
         """See `_Answer`."""
-        if self._unwinds and self.code is None:
-            self.code = Preempted.exit_code  # the thread may not have heard of it yet
+        if self._unwinds and self._code is None:
+            self._code = Preempted.exit_code  # the thread may not have heard of it yet
             self._raised.set()
             raise Interrupted(self._said(number))
 
@@ -170,19 +175,19 @@ class _Command:
             seconds = _GRACE_SECONDS if self._unwinds else 0.0
             return _End(Preempted.exit_code, self._said(number), seconds, self._raised)
         if number == signal.SIGINT:
-            code = Preempted.exit_code if self.code is None else self.code
+            code = Preempted.exit_code if self._code is None else self._code
             return _End(code, "", 0.0, threading.Event())
         return None
 
     def asked(self, number: int) -> None:
         """A signal has come."""
         self._number, self._first = number, False
-        if self.code is None:
+        if self._code is None:
             self.decide(Preempted.exit_code)
 
     def decide(self, code: int) -> None:
         """The exit code is known."""
-        self.code, self._first = code, False
+        self._code, self._first = code, False
 
     @contextlib.contextmanager
     def deciding(self) -> Iterator[None]:
@@ -328,7 +333,7 @@ def begin() -> None:
     if _command is None:
         _command = _Command()
         _Watch(_command)
-        atexit.register(_ignore)  # what is registered first is called last
+        atexit.register(_end)  # what is registered first is called last
 
 
 def install() -> None:
@@ -337,22 +342,20 @@ def install() -> None:
         _Watch.active.install()
 
 
-def _ignore() -> None:
+def _end() -> None:
     """Python would give the signals back to the system, which kills the process."""
     for number in _NUMBERS:
         signal.signal(number, signal.SIG_IGN)
+    if _command and _command.skips_teardown and _command.succeeded:
+        console.leave(0)
 
 
 def skip_teardown() -> None:
-    """If the command succeeds, its process ends at once when all is called that is registered with
-    `atexit` from now on: Python takes 0.2 s to free TensorFlow's modules. Not for one of several
-    workers, which TensorFlow disconnects there."""
-    atexit.register(_leave_if_done)
-
-
-def _leave_if_done() -> None:
-    if _command and _command.code == 0:
-        console.leave(0)
+    """If the command succeeds, its process ends when all is called that is registered with
+    `atexit`: Python takes 0.2 s to free TensorFlow's modules. Not for one of several workers, which
+    TensorFlow disconnects there."""
+    if _command:
+        _command.skips_teardown = True
 
 
 def unwind(line: str) -> None:

@@ -6,6 +6,8 @@ import ctypes
 import os
 import select
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -140,3 +142,23 @@ def test_the_stop_button_of_a_notebook(monkeypatch):
     thread.start()
     thread.join()
     assert signal.getsignal(number) is default
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_who_skips_the_teardown_calls_all_that_is_registered(code):
+    program = f"""
+import atexit, sys
+from ctl.base import signals
+signals.begin()
+atexit.register(print, "registered")
+signals.skip_teardown()
+class Freed:
+    def __del__(self, write=sys.stdout.write):
+        write("freed")
+kept = Freed()
+signals.decided({code})
+sys.exit({code})
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert done.stdout == "registered\n" + ("freed" if code else "")
