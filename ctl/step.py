@@ -167,6 +167,7 @@ class TrainStep(BaseStep):
             UsageError: the step was built before, or its model or optimizer cannot be used.
         """
         check_overrides(self)
+        replicas.check_sums(strategy)
         self.check_scope(strategy)
         self._check_layers(strategy)
         self.tracked.check_layers()

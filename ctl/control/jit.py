@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import tensorflow as tf
 from absl import logging
 
 from ctl.data.dataset import Dataset
@@ -22,9 +23,11 @@ from ctl.phases.metrics import Accuracy
 from ctl.schedule import schedules
 from ctl.step import TrainStep
 
-# XLA multiplies large matrices more slowly than TensorFlow. A step took 0.70 of TensorFlow's time
-# with 43 million of these products, and 1.45 with 340 million (benchmarks/README.md).
-_MOST_PRODUCTS = 64 << 20  # weights times examples of a batch
+# Weights times examples of a batch. On a CPU, XLA multiplies large matrices more slowly than
+# TensorFlow: a step took 0.70 of its time with 43 million of these products, and 1.45 with 340
+# million. On a GPU, the largest step that was measured had 89 million, and took 0.20
+# (benchmarks/README.md).
+_MOST_PRODUCTS = {"CPU": 64 << 20, "GPU": 128 << 20}
 _MOST_VARIABLES = 64  # the time to compile grows with them
 
 _LAYERS = (
@@ -32,6 +35,7 @@ _LAYERS = (
     *(keras.layers.Flatten, keras.layers.Reshape, keras.layers.Rescaling),
     *(keras.layers.BatchNormalization, keras.layers.LayerNormalization),
 )
+_LAYERS_ON_GPU = (*_LAYERS, keras.layers.Conv2D, keras.layers.MaxPooling2D)
 _LOSSES = (losses.cross_entropy, losses.binary_cross_entropy, losses.mean_squared_error)
 _METRICS = (
     *(keras.metrics.SparseCategoricalAccuracy, keras.metrics.CategoricalAccuracy),
@@ -52,7 +56,7 @@ def decide(step: TrainStep, dataset: Dataset) -> None:
     reason = why_not(step, dataset)
     step.jit_compile = step.jit_by_rule = reason is None
     if step.jit_compile != before:
-        reason = reason or "one replica on a CPU, and small layers that XLA makes faster"
+        reason = reason or f"one replica on a {_device(step)}, and small layers that XLA makes faster"
         logging.info("jit_compile: %s, by rule: %s", _shown(step), reason)
 
 
@@ -81,9 +85,15 @@ def _placement(step: TrainStep, dataset: Dataset) -> str | None:
     if not step.single_replica:
         several = step.strategy.num_replicas_in_sync > 1
         return "the strategy has several replicas" if several else "the strategy is mirrored"
-    if not all("CPU" in v.device.upper() for v in step.trainable_variables):
-        return "the device is no CPU"
+    if _device(step) not in _MOST_PRODUCTS:
+        return f"the device is a {_device(step)}, neither a CPU nor a GPU"
     return None
+
+
+def _device(step: TrainStep) -> str:
+    """The kind of device that has the weights, such as ``CPU``; several are joined."""
+    kinds = {tf.DeviceSpec.from_string(v.device).device_type for v in step.trainable_variables}
+    return " and a ".join(sorted(map(str, kinds)))
 
 
 def _settings(step: TrainStep, dataset: Dataset) -> str | None:
@@ -121,10 +131,11 @@ def _code(step: TrainStep, dataset: Dataset) -> str | None:
 
 
 def _model(step: TrainStep, dataset: Dataset) -> str | None:
+    known = _LAYERS_ON_GPU if _device(step) == "GPU" else _LAYERS
     for layer in replicas.layers_of(step.model):
         kind, operations = type(layer).__name__, getattr(layer, "operations", [])
         if type(layer) is not keras.Sequential and not (operations and _is_of_keras(layer)):
-            if type(layer) not in _LAYERS:
+            if type(layer) not in known:
                 return f"layer {layer.name} ({kind})"
             if layer.dtype_policy.name != "float32":
                 return f"layer {layer.name} is of {layer.dtype_policy.name}"
@@ -149,7 +160,7 @@ def _size(step: TrainStep, dataset: Dataset) -> str | None:
     if len(step.trainable_variables) > _MOST_VARIABLES:
         return f"{len(step.trainable_variables)} variables take long to compile"
     weights = sum(v.shape.num_elements() for v in step.trainable_variables)
-    if weights * dataset.global_batch_size > _MOST_PRODUCTS:
+    if weights * dataset.global_batch_size > _MOST_PRODUCTS[_device(step)]:
         return "TensorFlow multiplies matrices of this size faster"
     return None
 

@@ -121,6 +121,18 @@ def check_central_storage(
             )
 
 
+def check_sums(strategy: tf.distribute.Strategy) -> None:
+    """Raises `UsageError` if TensorFlow would sum the replicas wrongly: its hierarchical copy cuts
+    them into two halves, and counts the middle one of an odd number twice or never."""
+    operation = getattr(strategy.extended, "_cross_device_ops", None)
+    count = strategy.num_replicas_in_sync
+    if count > 1 and count % 2 and isinstance(operation, tf.distribute.HierarchicalCopyAllReduce):
+        raise UsageError(
+            f"hierarchical_copy sums {count} replicas wrongly, as any odd number: use "
+            "reduction_to_one_device, or an even number"
+        )
+
+
 def draws(layer: keras.Layer) -> bool:
     """Whether a layer of Keras draws random numbers in training. Cells of GRU, LSTM and SimpleRNN
     have a seed generator even if they drop nothing."""

@@ -252,7 +252,8 @@ def _devices(replicas: int | None) -> list[str]:
     if gpus:
         count = replicas or len(gpus)
         if count > len(gpus):
-            raise UsageError(f"--replicas={count}, but TensorFlow sees {len(gpus)} GPUs")
+            seen = "1 GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
+            raise UsageError(f"--replicas={count}, but TensorFlow sees {seen}")
         return [f"/GPU:{i}" for i in range(count)]
     count = replicas or 1
     if count > 1:

@@ -94,6 +94,35 @@ def test_what_is_not_known_to_gain_and_to_work_is_not_compiled(mirrored, reason)
     assert each.step.jit_compile is False and reason in jit.why_not(each.step, each.dataset)
 
 
+def on_gpu(monkeypatch, of):
+    """Pretends that the weights of ``of`` are on a GPU."""
+    monkeypatch.setattr(jit, "_device", lambda step: "GPU")
+    of.step.jit_compile = of.step.jit_by_rule = None
+    jit.decide(of.step, of.dataset)
+    return jit.why_not(of.step, of.dataset)
+
+
+def test_on_a_gpu_convolutions_are_compiled_too(mirrored, monkeypatch):
+    def small_images():
+        features, labels = examples()
+        return InMemory((features.reshape(-1, 2, FEATURES // 2, 1), labels), global_batch_size=BATCH)
+
+    layers = [keras.layers.Conv2D(2, 1), keras.layers.MaxPooling2D(1), keras.layers.Flatten()]
+    convnet = model(*layers, outputs(), features=(2, FEATURES // 2, 1))
+    each = loop(mirrored, model=convnet, data=small_images)
+    assert "Conv2D" in jit.why_not(each.step, each.dataset)
+    assert on_gpu(monkeypatch, each) is None and each.step.jit_compile is True
+    each = loop(mirrored, **OTHERS["layer conv"])  # of one dimension: nobody measured it
+    assert "Conv1D" in on_gpu(monkeypatch, each) and each.step.jit_compile is False
+
+
+def test_a_device_that_nobody_measured_is_named(mirrored, monkeypatch):
+    each = loop(mirrored)
+    assert jit._device(each.step) == "CPU"
+    monkeypatch.setattr(jit, "_device", lambda step: "TPU")
+    assert "TPU" in jit.why_not(each.step, each.dataset)
+
+
 def test_what_is_asked_for_is_done(mirrored):
     for asked in (False, True):
         each = loop(mirrored, jit_compile=asked)

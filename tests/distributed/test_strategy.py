@@ -74,6 +74,36 @@ def test_auto_is_one_of_them(replicas, words):
     assert placement.description.startswith(words)
 
 
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("operation", ["HierarchicalCopyAllReduce", "ReductionToOneDevice"])
+def test_replicas_are_summed_or_refused(operation, count):
+    """A hierarchical copy of TensorFlow counts the middle one of three twice, or never."""
+    devices = [f"CPU:{i}" for i in range(count)]
+    operation = getattr(tf.distribute, operation)()
+    strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=operation)
+
+    @tf.function
+    def total():
+        def of_replica():
+            context = tf.distribute.get_replica_context()
+            mine = 2.0 ** tf.cast(context.replica_id_in_sync_group, tf.float32)
+            return context.all_reduce("SUM", [mine, 2 * mine, 3 * mine])
+
+        return strategy.run(of_replica)
+
+    wanted = [(2**count - 1) * factor for factor in (1, 2, 3)]
+    right = all(
+        [float(one) for one in strategy.experimental_local_results(each)] == [value] * count
+        for each, value in zip(total(), wanted, strict=True)
+    )
+    data = InMemory(examples(24), global_batch_size=12)
+    if right:
+        make_loop(strategy, data=data)
+    else:
+        with pytest.raises(UsageError, match=f"hierarchical_copy sums {count} replicas wrongly"):
+            make_loop(strategy, data=data)
+
+
 def test_a_ring_trains_alike(ring2, on_one_device):
     """The strategy of the fixture: two rings in one process would take each other's messages."""
     assert type(ring2.extended._cross_device_ops).__name__ == "CollectiveAllReduce"

@@ -158,6 +158,10 @@ WRONG = [
         ("--strategy=multi_worker", *TWO, "--cross_device_ops=ring"),
         "--cross_device_ops has no effect with --strategy=multi_worker",
     ),
+    (
+        ("--cross_device_ops=hierarchical_copy", "--replicas=3", "--global_batch_size=60"),
+        "hierarchical_copy sums an odd number of replicas wrongly, as --replicas=3: use reduction_to_",
+    ),
     (("--power=2",), "--power is for --schedule=polynomial, not for cosine"),
     (("--schedule=piecewise",), "--schedule=piecewise needs --rates"),
     (("--schedule=piecewise", "--rates=1,2", "--boundaries=1,2"), "one more rate than boundaries"),
