@@ -56,8 +56,8 @@ def decide(step: TrainStep, dataset: Dataset) -> None:
     reason = why_not(step, dataset)
     step.jit_compile = step.jit_by_rule = reason is None
     if step.jit_compile != before:
-        reason = reason or f"one replica on a {_device(step)}, and small layers that XLA makes faster"
-        logging.info("jit_compile: %s, by rule: %s", _shown(step), reason)
+        on = f"one replica on a {_device(step)}, and small layers that XLA makes faster"
+        logging.info("jit_compile: %s, by rule: %s", _shown(step), reason or on)
 
 
 def keep(step: TrainStep, dataset: Dataset, compiled: bool) -> None:

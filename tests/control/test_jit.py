@@ -105,7 +105,8 @@ def on_gpu(monkeypatch, of):
 def test_on_a_gpu_convolutions_are_compiled_too(mirrored, monkeypatch):
     def small_images():
         features, labels = examples()
-        return InMemory((features.reshape(-1, 2, FEATURES // 2, 1), labels), global_batch_size=BATCH)
+        features = features.reshape(-1, 2, FEATURES // 2, 1)
+        return InMemory((features, labels), global_batch_size=BATCH)
 
     layers = [keras.layers.Conv2D(2, 1), keras.layers.MaxPooling2D(1), keras.layers.Flatten()]
     convnet = model(*layers, outputs(), features=(2, FEATURES // 2, 1))

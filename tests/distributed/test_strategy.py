@@ -7,9 +7,10 @@ import socket
 import keras
 import pytest
 import tensorflow as tf
-from helpers import CLASSES, FEATURES, largest_difference, make_loop, mlp
+from helpers import CLASSES, FEATURES, examples, largest_difference, make_loop, mlp
 
 from ctl import launch
+from ctl.data import InMemory
 from ctl.distributed import strategy as strategy_module
 from ctl.distributed.cluster import Cluster, external_watchdog
 from ctl.distributed.strategy import make_multi_worker, make_strategy

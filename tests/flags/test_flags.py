@@ -160,7 +160,7 @@ WRONG = [
     ),
     (
         ("--cross_device_ops=hierarchical_copy", "--replicas=3", "--global_batch_size=60"),
-        "hierarchical_copy sums an odd number of replicas wrongly, as --replicas=3: use reduction_to_",
+        "hierarchical_copy sums an odd number of replicas wrongly, as --replicas=3: use reduction",
     ),
     (("--power=2",), "--power is for --schedule=polynomial, not for cosine"),
     (("--schedule=piecewise",), "--schedule=piecewise needs --rates"),
