@@ -417,9 +417,17 @@ class Loop:
         if step < until and not self.stopped:
             return True
         if warns and step >= until:
-            logging.warning("no step is run: the loop is at step %d, not before %d", step, until)
+            logging.warning(
+                "no step is run: the loop is at step %d, not before %d; both count from the start "
+                "of the training, so give more epochs or a later step",
+                *(step, until),
+            )
         elif warns:
-            logging.warning("no step is run: an action ended the training at step %d", step)
+            logging.warning(
+                "no step is run: an action or a callback ended the training at step %d; to go on, "
+                "set loop.stopped = False",
+                step,
+            )
         return False
 
     def _ended(self, before: int, total: int) -> dict[str, float]:

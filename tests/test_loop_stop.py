@@ -67,7 +67,7 @@ def test_no_step_is_run_after_the_end_unless_the_user_says_so(caplog):
     loop.train(200)
     assert loop.train(200) == {}
     assert loop.global_step == 5
-    assert "no step is run: an action ended the training at step 5" in caplog.text
+    assert "an action or a callback ended the training at step 5; to go on, set loop" in caplog.text
     loop.stopped = False
     loop.train(8)
     assert loop.global_step == 8

@@ -17,6 +17,8 @@ _EVALUATION = (
 _TRAINING = "call loop.train(epochs=…), or loop.train_and_evaluate(epochs=…)"
 ARGUMENTS = {
     **dict.fromkeys(("validation_data", "val_data", "val_dataloaders"), _EVALUATION),
+    "validation_split": "split the arrays, such as (x[:-1000], y[:-1000]) for the loop and "
+    "(x[-1000:], y[-1000:]) for its evaluator",
     **dict.fromkeys(
         ("validation_freq", "steps_per_epoch"),
         "call loop.train_and_evaluate(until=STEPS, evaluate_every=STEPS)",

@@ -361,6 +361,12 @@ class BaseStep(AutographMethods):
         extra = [*self.tracked.extra_variables, *self.per_replica_variables.variables]
         for variable in [*(v.value for v in self.model.variables), *extra, *metrics]:
             if not strategy.extended.variable_created_in_scope(variable):
+                other = getattr(variable, "_distribute_strategy", None)
+                if other and replicas.is_default(strategy):
+                    raise UsageError(
+                        f"variable {variable.name} was created in the scope of a "
+                        f"{type(other).__name__}: give strategy= to ctl.Loop and ctl.Evaluator, too"
+                    )
                 raise UsageError(
                     f"variable {variable.name} was not created in the strategy's scope: build the "
                     "model, the optimizer, the metrics and what the step has of its own inside "
@@ -400,9 +406,16 @@ class BaseStep(AutographMethods):
             labels.check_labels(labels.CROSS_ENTROPY, self.model, dataset, step)
         if loss_fn not in labels.CHECKED:
             return
-        if self.training and step is None:
-            labels.check_outputs(loss_fn.__name__, self.model, self.class_weight or ())
-        labels.check_labels(loss_fn.__name__, self.model, dataset, step)
+        try:
+            if step is None:
+                labels.check_outputs(loss_fn.__name__, self.model, self.class_weight or ())
+            labels.check_labels(loss_fn.__name__, self.model, dataset, step)
+        except UsageError as error:
+            if self.training or self.loss_fn is not losses.cross_entropy:
+                raise
+            raise UsageError(
+                f"{error}; or give the loss of the training: EvalStep(model, loss_fn)"
+            ) from error
 
     def log(self, name: str, value: tf.Tensor | float, reduce: str = "mean") -> None:
         """Adds a scalar to the log records, from any phase. It adds no collective.

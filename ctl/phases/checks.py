@@ -17,6 +17,7 @@ from absl import logging
 from ctl.distributed import local_batch, replicas
 from ctl.distributed.replica_variables import ReplicaVariables
 from ctl.errors import CtlError, UsageError
+from ctl.phases import losses
 from ctl.phases.labels import batch_spec
 from ctl.phases.logged import Logged
 from ctl.phases.penalties import codes, names
@@ -370,6 +371,20 @@ def _mistakes_loss(step: Any, evaluator: Any) -> bool:
     return not (evaluator.step.overrides("loss") or fits_default_evaluation(type(step)))
 
 
+def _warn_of_another_loss(step: Any, evaluation: Any) -> None:
+    """Warns if ``evaluation`` has the loss of who gives none, and the training has another."""
+    trained = step.loss_fn
+    alike = losses.takes_logits(trained) and trained is not losses.binary_cross_entropy
+    own = replaces_loss(step) or evaluation.overrides("loss")
+    if evaluation.loss_fn is losses.cross_entropy and not alike and not own:
+        name = getattr(trained, "name", None) or getattr(trained, "__name__", "another function")
+        logging.warning(
+            "the loss of the evaluation is cross_entropy, that of the training is %s: unless this "
+            "is meant, give it to both, as in EvalStep(model, loss_fn)",
+            name,
+        )
+
+
 def _advice(step: Any) -> str:
     kind = type(step).__name__
     return (
@@ -381,8 +396,8 @@ def _advice(step: Any) -> str:
 
 def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
     """Refuses an evaluation that shares a metric with the training or labels classes differently.
-    Warns if the two steps preprocess features differently, or if the loss of the evaluation may
-    mean nothing.
+    Warns if the two steps preprocess features or compute losses differently, or if the loss of
+    the evaluation may mean nothing.
 
     Raises:
         UsageError: the training step and the evaluation step share a metric, or a class has one
@@ -395,6 +410,7 @@ def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
                 f"metric {metric.name} is in the training step and in the evaluation step, which "
                 "resets it: make one for each"
             )
+    _warn_of_another_loss(step, evaluator.step)
     if _mistakes_loss(step, evaluator):
         logging.warning(
             "the loss and metrics of the evaluation may mean nothing: %s", _advice(step)

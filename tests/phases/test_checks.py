@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import CLASSES, examples, make_loop, mlp, network
+from helpers import CLASSES, FEATURES, examples, make_loop, mlp, network
 from keras import layers
 
 from ctl.control.evaluator import Evaluator
@@ -307,3 +307,28 @@ def test_methods_of_other_tools_are_not_ignored(caplog):
     assert "does not call" not in caplog.text
     Loop(TrainStep(Own([mlp()], name="own"), "sgd"), data)
     assert "model own has its own train_step(), which ctl does not call" in caplog.text
+
+
+def test_an_evaluation_that_was_given_no_loss_does_not_take_another_in_silence(caplog):
+    features, classes = examples(32)
+    model = keras.Sequential([keras.Input([FEATURES]), layers.Dense(CLASSES, "softmax")])
+    with pytest.raises(
+        UsageError, match=r"ends in a softmax.* or give the loss .* EvalStep\(model"
+    ):
+        Evaluator(EvalStep(model), (features, classes))
+    one_hot = np.eye(CLASSES)[classes]
+    with pytest.raises(UsageError, match=r"one-hot.* or give the loss .* EvalStep\(model, loss_fn"):
+        Evaluator(EvalStep(mlp()), (features, one_hot))
+    alike = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    for loss, name in (
+        ("poisson", "poisson"),
+        (alike, ""),
+        ("sparse_categorical_crossentropy", ""),
+    ):
+        caplog.clear()
+        model = mlp()
+        evaluator = Evaluator(EvalStep(model), (features, classes))
+        step = TrainStep(model, "sgd", loss)
+        Loop(step, (features, classes), global_batch_size=16, evaluator=evaluator)
+        assert ("the loss of the evaluation" in caplog.text) == bool(name)
+        assert f"that of the training is {name}" in caplog.text or not name

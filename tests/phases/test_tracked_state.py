@@ -12,7 +12,9 @@ from helpers import CLASSES, FEATURES, examples, make_loop, mlp
 from keras import layers
 
 from ctl import testing
+from ctl.data import InMemory
 from ctl.errors import UsageError
+from ctl.loop import Loop
 from ctl.step import TrainStep
 
 
@@ -131,6 +133,15 @@ def test_what_was_created_out_of_scope_is_refused(mirrored):
 
     with pytest.raises(UsageError, match="^variable outside.* was not created in the strategy's"):
         make_loop(mirrored(2), step_class=Step)
+
+
+def test_a_loop_without_the_strategy_of_its_model_is_refused(mirrored):
+    for strategy in (mirrored(2), tf.distribute.OneDeviceStrategy("/cpu:0")):
+        with strategy.scope():
+            step = TrainStep(mlp(), "sgd")
+        words = f"scope of a {type(strategy).__name__}: give strategy= to ctl.Loop and ctl.Evaluat"
+        with pytest.raises(UsageError, match=words):
+            Loop(step, InMemory(examples(32), global_batch_size=16))
 
 
 def test_a_variable_that_differs_between_replicas_is_refused(mirrored):
