@@ -97,6 +97,7 @@ class Uninitialized(keras.Variable):
 
     strategy: tf.distribute.Strategy
     value_name: str
+    _initializer: Any
 
     @property
     def value(self) -> Any:
@@ -134,7 +135,8 @@ class Uninitialized(keras.Variable):
         copies = self.strategy.experimental_local_results(value)
         for copy, (start, end) in zip(copies, bounds, strict=bool(bounds)):
             for first, rows in self._rows(start, end):
-                copy[first - start : first - start + len(rows)].assign(rows)
+                places = tf.range(first - start, first - start + len(rows))
+                copy.scatter_update(tf.IndexedSlices(rows, places))  # a slice copies all rows
         self.__class__ = keras.Variable
         self._value, self._initializer = value, None
 
