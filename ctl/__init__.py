@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from ctl.phases.base_step import BaseStep, EvalStep
     from ctl.phases.norms import global_norm
     from ctl.phases.options import option
+    from ctl.phases.uninitialized import uninitialized_tables
     from ctl.schedule.patience import EarlyStopping
     from ctl.step import TrainStep
 
@@ -81,6 +82,7 @@ __all__ = [
     "schedule",
     "strategy",
     "testing",
+    "uninitialized_tables",
     "workers",
 ]
 
@@ -113,6 +115,7 @@ _WHERE = {
     "passes": "ctl.phases.passes",
     "replicas": "ctl.distributed.replicas",
     "strategy": "ctl.distributed.strategy",
+    "uninitialized_tables": "ctl.phases.uninitialized",
     "workers": "ctl.distributed.workers",
 }
 

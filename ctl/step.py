@@ -29,7 +29,7 @@ from ctl.base.autograph import graph_function
 from ctl.base.bounds import checked
 from ctl.base.models import split
 from ctl.base.names import EMBEDDING_PLANS, SPARSE_ROWS, check_name
-from ctl.distributed import local_batch, replicas
+from ctl.distributed import local_batch, replicas, workers
 from ctl.errors import UsageError
 from ctl.phases import flops, labels, noinline, norms, penalties, sample_weights
 from ctl.phases.apply import Updater
@@ -44,7 +44,7 @@ from ctl.phases.checks import (
 from ctl.phases.losses import cross_entropy
 from ctl.phases.norms import global_norm
 from ctl.phases.observer import NO_OBSERVER, Observer
-from ctl.phases.optimizers import Optimizers, from_name
+from ctl.phases.optimizers import Optimizers, are_plain, from_name
 from ctl.phases.plan.plan import TableWay
 from ctl.phases.seeds import Seeds
 from ctl.phases.sparse_rows import Tables, split_tables
@@ -180,7 +180,8 @@ class TrainStep(BaseStep):
         self.synchronizes = replicas.synchronizes(strategy, self.tracked.layer)
         self.logged.create(strategy)
         with split_tables(self) as shards:
-            with strategy.scope():
+            alone = shards and are_plain(self.optimizer)  # slots are large, and equal on all
+            with workers.own_initial_values(strategy) if alone else strategy.scope():
                 self.updater = Updater(
                     self.optimizer,
                     self.model.trainable_variables,

@@ -127,6 +127,30 @@ def watching_variables(strategy: tf.distribute.Strategy) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def own_initial_values(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """The scope of ``strategy``, which must not have been entered. Each worker gives the variables
+    that are made inside its own initial values. Use it for values that are equal on all workers, or
+    may differ: TensorFlow sends those of the first worker to all others, which takes several times
+    the memory of a variable."""
+    if not is_multi_worker(strategy):
+        with strategy.scope():
+            yield
+        return
+    given: list[Any] = []
+
+    def note(creator: Callable[..., tf.Variable], **options: Any) -> tf.Variable:
+        given[:] = [options["initial_value"]]
+        return creator(**options)
+
+    def give(creator: Callable[..., tf.Variable], **options: Any) -> tf.Variable:
+        return creator(**options | {"initial_value": given[0]})
+
+    # The strategy's own creator runs between these two.
+    with tf.variable_creator_scope(give), strategy.scope(), tf.variable_creator_scope(note):
+        yield
+
+
 def reason(error: tf.errors.OpError) -> str:
     """Returns the cause of ``error`` in TensorFlow's words, without the graph before it and the
     ways by which other workers passed it on after it."""

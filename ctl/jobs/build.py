@@ -410,6 +410,7 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
     from ctl.jobs import named
     from ctl.loop import Loop
     from ctl.phases.losses import cross_entropy
+    from ctl.phases.uninitialized import uninitialized_tables
     from ctl.schedule.patience import EarlyStopping
     from ctl.schedule.schedules import make_schedule
 
@@ -428,7 +429,8 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
     step_class = named.step_class(flags.step)
     resumes = checkpoints is not None and checkpoints.latest() is not None
     with placement.strategy.scope(), watchdog.host("building the model"):
-        model = model_of(flags, train.info)
+        with uninitialized_tables():
+            model = model_of(flags, train.info)
         given = {} if resumes or not flags.init_from else load_weights(flags, model)
         freeze(model, flags.freeze)
         loss = smoothed if flags.label_smoothing else named.loss_function(flags.loss, model)

@@ -29,6 +29,7 @@ from ctl.phases.checks import (
 from ctl.phases.logged import TAKEN, Logged
 from ctl.phases.metrics import from_names, makes_variables_late, update_metric
 from ctl.phases.tracked_state import TrackedState
+from ctl.phases.uninitialized import values_of
 from ctl.reduce import gather_context
 
 
@@ -359,7 +360,8 @@ class BaseStep(AutographMethods):
             )
         metrics = [v.value for m in self.all_metrics() for v in m.variables]
         extra = [*self.tracked.extra_variables, *self.per_replica_variables.variables]
-        for variable in [*(v.value for v in self.model.variables), *extra, *metrics]:
+        made = values_of(self.model.variables, strategy)
+        for variable in [*made, *extra, *metrics]:
             if not strategy.extended.variable_created_in_scope(variable):
                 other = getattr(variable, "_distribute_strategy", None)
                 if other and replicas.is_default(strategy):
@@ -372,9 +374,7 @@ class BaseStep(AutographMethods):
                     "model, the optimizer, the metrics and what the step has of its own inside "
                     "`with strategy.scope():`"
                 )
-        replicas.check_reads(
-            strategy, [*(v.value for v in self.model.variables), *self.tracked.extra_variables]
-        )
+        replicas.check_reads(strategy, [*made, *self.tracked.extra_variables])
 
     @property
     def is_cross_entropy(self) -> bool:

@@ -15,6 +15,7 @@ from ctl.base.models import Models
 from ctl.base.names import OPTIMIZERS, check_name
 from ctl.base.tf_internals import copy_here
 from ctl.errors import UsageError
+from ctl.phases.uninitialized import Uninitialized
 
 # Optimizers of Keras, as far as the installed one has them. A test compares each of them with plain
 # Keras on one device.
@@ -254,7 +255,9 @@ def is_decayed(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) 
     """
     if _has_own_decay(optimizer):
         return optimizer._use_weight_decay(variable)
-    return bool(optimizer.weight_decay) and optimizer._use_weight_decay(variable.value)
+    # To exclude a table by itself reads it, so one without values has only a name.
+    value = variable.nameplate if isinstance(variable, Uninitialized) else variable.value
+    return bool(optimizer.weight_decay) and optimizer._use_weight_decay(value)
 
 
 def _has_own_decay(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -431,10 +434,20 @@ def optimizer_of(optimizers: Optimizers, variable: keras.Variable) -> keras.opti
     """The optimizer that trains ``variable``, before `make_groups`; the first if none does."""
     if isinstance(optimizers, keras.optimizers.Optimizer):
         return optimizers
-    entries = [*(optimizers.values() if isinstance(optimizers, Mapping) else optimizers)]
-    groups = [_group(*entry[:2], None) for entry in entries]
+    groups = [_group(*entry[:2], None) for entry in _entries(optimizers)]
     own = [g for g in groups if any(v is variable for v in g.variables)]
     return (own or groups)[0].optimizer
+
+
+def are_plain(optimizers: Optimizers) -> bool:
+    """Whether each of them `is_plain`. Their variables then begin as constants, or as weights."""
+    if isinstance(optimizers, keras.optimizers.Optimizer):
+        return is_plain(optimizers)
+    return all(is_plain(entry[0]) for entry in _entries(optimizers))
+
+
+def _entries(groups: Any) -> Sequence[tuple[Any, ...]]:
+    return [*(groups.values() if isinstance(groups, Mapping) else groups)]
 
 
 def make_groups(
@@ -456,8 +469,7 @@ def make_groups(
     if isinstance(optimizers, keras.optimizers.Optimizer):
         groups = [Group(optimizers, list(model_variables), schedule)]
     else:
-        entries = optimizers.values() if isinstance(optimizers, Mapping) else optimizers
-        groups = [_group(*entry, schedule) for entry in entries]
+        groups = [_group(*entry, schedule) for entry in _entries(optimizers)]
         _check_disjoint(groups, model_variables)
     for optimizer, variables, _ in groups:
         check_optimizer(optimizer)

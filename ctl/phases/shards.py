@@ -18,13 +18,15 @@ import tensorflow as tf
 from ctl.base.tf_internals import copy_here
 from ctl.distributed import workers
 from ctl.errors import UsageError
+from ctl.phases.uninitialized import Uninitialized
 from ctl.reduce import Read, fetch_rows
 
 _ROWS_AT_A_TIME = 1 << 16  # of each replica, that a gather for a checkpoint moves
 
 
 class Shards:
-    """Splits ``table``, which is whole on every replica. All workers must make one.
+    """Splits ``table``, which is whole on every replica or has no values yet, see
+    `ctl.phases.uninitialized`. All workers must make one.
 
     Args:
         table: of Keras, [rows, width]. Its optimizer is not built.
@@ -45,26 +47,30 @@ class Shards:
     def __init__(self, table: keras.Variable, strategy: tf.distribute.Strategy):
         self.strategy, self.rows = strategy, table.shape[0]
         count, whole = strategy.num_replicas_in_sync, table._value
+        late = isinstance(table, Uninitialized)
         if self.rows < count:
             raise UsageError(
                 f"{table.path} has {self.rows} rows for {count} replicas: leave "
                 "embedding_plan=sharded (--embedding_plan=sharded) out"
             )
-        self.bytes = whole.shape.num_elements() * whole.dtype.size
+        self.bytes = table.shape.num_elements() * tf.as_dtype(table.dtype).size
         starts = [number * self.rows // count for number in range(count + 1)]
         self.bounds = list(zip(starts, starts[1:], strict=False))
         self.most = max(end - start for start, end in self.bounds)
         local = len(strategy.extended.worker_devices)
         worker = workers.cluster_of(strategy).index if workers.is_multi_worker(strategy) else 0
         self.here = self.bounds[worker * local :][:local]
-        with strategy.scope():
+        with workers.own_initial_values(strategy):
             # An update does not know its replica, so each has its bounds in a variable.
             self._own = tf.Variable(tf.zeros([2], tf.int64), trainable=False, name="bounds")
-            zeros = tf.zeros([self.most, *whole.shape[1:]], whole.dtype)
-            part = tf.Variable(zeros, name=whole.name.removesuffix(":0"))
+            name = table.value_name if late else whole.name.removesuffix(":0")
+            part = tf.Variable(tf.zeros([self.most, *table.shape[1:]], table.dtype), name=name)
         for copy, bounds in zip(self.copies(self._own), self.here, strict=True):
             copy.assign(bounds)
-        Split(self, part).assign(self.copies(whole)[0].value())
+        if late:
+            table.become(part, self.here)
+        else:
+            Split(self, part).assign(self.copies(whole)[0].value())
         table._value, table._shape = part, tuple(part.shape)
 
     def unsplit(self, table: keras.Variable) -> None:

@@ -25,6 +25,7 @@ from ctl.phases.deferred import Deferred, Rule, rule_of, why_not_lazy
 from ctl.phases.fetching import fetch_first, fetched, unfetch
 from ctl.phases.optimizers import optimizer_of, read_rows, slots_of, update_rows
 from ctl.phases.shards import Shards, Split, Wanted, look_up
+from ctl.phases.uninitialized import in_stateless_scope
 from ctl.reduce import densify, sum_rows
 
 # Of a smaller table, a dense gradient costs less than to find the rows (benchmarks/README.md).
@@ -362,7 +363,7 @@ def split_tables(step: Any) -> Iterator[dict[int, Shards]]:
 
 
 def _bytes_of(table: keras.Variable) -> int:
-    return table.value.shape.num_elements() * table.value.dtype.size
+    return table.shape.num_elements() * tf.as_dtype(table.dtype).size
 
 
 def _is_wanted(step: Any, table: keras.Variable) -> bool:
@@ -496,14 +497,14 @@ class _Lookup:
 
     def __call__(self, inputs: Any, *args: Any, **options: Any) -> Any:
         plain = isinstance(inputs, tf.Tensor | tf.RaggedTensor)  # no symbols, no sparse tensors
-        if not plain or _in_stateless_scope():
+        if not plain or in_stateless_scope():
             return self._call(inputs, *args, **options)
         return tf.ragged.map_flat_values(self._rows, inputs)
 
     @property
     def split_table(self) -> Table | None:
         """The table, if it is split, and all replicas are here to look up rows."""
-        here = self.is_split and _in_replica() and not _in_stateless_scope()
+        here = self.is_split and _in_replica() and not in_stateless_scope()
         return self._table if here else None
 
     def numbers(self, ids: tf.Tensor) -> tf.Tensor:
@@ -529,12 +530,6 @@ class _Lookup:
 def _in_replica() -> bool:
     """Whether this is the code of a replica of a strategy."""
     return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
-
-
-def _in_stateless_scope() -> bool:
-    """Whether variables have other values here, as in `keras.Model.stateless_call`."""
-    with keras.StatelessScope() as scope:
-        return scope.original_scope is not None
 
 
 def _with_rows(variable: tf.Variable, numbers: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
@@ -574,7 +569,7 @@ class _Variable(keras.Variable):
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
-        if _in_stateless_scope():
+        if in_stateless_scope():
             return super().__tf_tensor__(dtype, name)
         value = self._table.value()
         if not self._table.shards:

@@ -36,6 +36,7 @@ from ctl.phases.sparse_rows import (
     why_whole,
 )
 from ctl.phases.tracked_state import put_back
+from ctl.phases.uninitialized import Uninitialized
 
 _SHARE = 0.8  # of the memory that is available, which tables may take
 _CGROUP = Path("/sys/fs/cgroup")
@@ -66,9 +67,9 @@ def plan_tables(step: Any, strategy: tf.distribute.Strategy, dataset: Any) -> No
     tables = sorted(tables_of(step), key=lambda table: order[id(table[0])])
     if not tables:
         return
-    of_tables = {id(variable.value) for variable, _ in tables}
-    every_one = [v.value for v in step.tracked.layer.variables] + step.tracked.raw_variables
-    with put_back(strategy, (v for v in every_one if id(v) not in of_tables)):  # a layer may count
+    of_tables = {id(variable) for variable, _ in tables}
+    others = [v.value for v in step.tracked.layer.variables if id(v) not in of_tables]
+    with put_back(strategy, [*others, *step.tracked.raw_variables]):  # a layer may count
         found = _looked_up(step, dataset, strategy.num_replicas_in_sync, tables)
     mine = json.dumps([found, _available(strategy)]).encode()
     texts = workers.all_gather(strategy, mine, "planning the embedding tables")
@@ -77,7 +78,8 @@ def plan_tables(step: Any, strategy: tf.distribute.Strategy, dataset: Any) -> No
     for variable, _ in tables:  # by the worker with the most
         known = [_Looked(*of[variable.path]) for of, _ in every if of and variable.path in of]
         looked[variable.path] = _Looked(*map(max, zip(*known, strict=True))) if known else None
-    held = len(strategy.extended.worker_devices) * sum(_size(variable) for variable, _ in tables)
+    held = sum(_size(table) for table, _ in tables if not isinstance(table, Uninitialized))
+    held *= len(strategy.extended.worker_devices)
     memory = held + int(_SHARE * min(available for _, available in every))
     step.table_plan = _decide(step, strategy, tables, looked, memory)
     for line in lines_of(step.table_plan):

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from ctl.distributed import replicas
 from ctl.errors import UsageError
+from ctl.phases.uninitialized import values_of
 
 # Attributes that every step has from its arguments, and handles itself.
 _KNOWN = ("model", "optimizer", "metrics", "weighted_metrics")
@@ -56,8 +57,8 @@ class TrackedState:
             (layer, v) for layer in replicas.layers_of(self.layer) for v in _raw_variables(layer)
         ]
         self.raw_variables += [v for _, v in self._in_layers]
-        of_keras = [v.value for part in (self.layer, *self.optimizers) for v in part.variables]
-        models = {id(v.value) for v in step.model.variables}
+        of_keras = values_of(v for part in (self.layer, *self.optimizers) for v in part.variables)
+        models = {id(value) for value in values_of(step.model.variables)}
         self.extra_variables = list(
             {id(v): v for v in of_keras + self.raw_variables if id(v) not in models}.values()
         )

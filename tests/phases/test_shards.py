@@ -83,6 +83,13 @@ def test_the_wire_carries_what_the_plan_of_tables_says(two_workers):
             assert 0.95 < one["counted"] / one["planned"] < 1.05, one
 
 
+def test_two_workers_need_the_memory_of_their_parts(two_workers):
+    """Also while the table is made; a whole one would be twice as large."""
+    for index in range(2):
+        for needed in json.loads((two_workers / f"memory {index}.json").read_text()).values():
+            assert needed < 1.6
+
+
 @pytest.mark.slow
 def test_a_checkpoint_of_any_number_of_replicas_goes_on_with_any_other(mirrored, dense, tmp_path):
     plans = (2, "sharded", 3), (4, "sharded", 7), (1, "replicated", 9), (2, "sharded", STEPS)

@@ -5,6 +5,7 @@ python tables_worker.py OUT [sharded]
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ console.load_tensorflow()
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
+from peak_memory import peak_memory  # noqa: E402
 from sent_bytes import sent_bytes  # noqa: E402
 from worker_end import run_to_end  # noqa: E402
 
@@ -69,7 +71,8 @@ def make(
 ) -> ctl.Loop:
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        model = three_lookups()
+        with ctl.uninitialized_tables() if plan == "sharded" else contextlib.nullcontext():
+            model = three_lookups()
         kind = OPTIMIZERS[optimizer]()
         step = ctl.TrainStep(model, kind, sparse_rows=rows, embedding_plan=plan)
         evaluation = ctl.EvalStep(model)
@@ -133,6 +136,29 @@ def wire(strategy: tf.distribute.Strategy, fits: bool) -> dict[str, Any]:
     return {"how": table.how, "counted": sent / 6 - dense, "planned": table.wire_bytes}
 
 
+def train_large(strategy: tf.distribute.Strategy, optimizer: str, late: bool, rows: int) -> None:
+    with strategy.scope():
+        with ctl.uninitialized_tables() if late else contextlib.nullcontext():
+            table = keras.layers.Embedding(rows, 64)
+            model = keras.Sequential([keras.Input([1], dtype="int32"), table])
+        model.add(keras.layers.Flatten())
+        step = ctl.TrainStep(model, optimizer, sparse_rows="on", embedding_plan="sharded")
+    data = np.zeros([64, 1], "int32"), np.zeros([64], "int32")
+    ctl.Loop(step, data, global_batch_size=8, strategy=strategy).train(2)
+
+
+def memory(strategy: tf.distribute.Strategy, optimizer: str, late: bool) -> float:
+    """The memory that this worker needs at its peak to make, and to train, a split table of 256
+    MiB, over what it holds of the table and of its slots."""
+    rows, slots = 1 << 20, {"sgd": 0, "adam": 2}[optimizer]
+    train_large(strategy, optimizer, late, 1000)  # of what TensorFlow needs, too, to trace a step
+    with peak_memory() as peak:
+        train_large(strategy, optimizer, late, rows)
+    local = len(strategy.extended.worker_devices)
+    held = rows * 64 * 4 * (1 + slots) * local / strategy.num_replicas_in_sync
+    return peak[0] / held
+
+
 def main() -> None:
     out = Path(sys.argv[1])
     me = cluster.resolve(None, None)
@@ -144,6 +170,8 @@ def main() -> None:
         else:
             np.savez(out / f"{optimizer} {me.index}.npz", *trained(strategy, optimizer, "on"))
     if "sharded" in sys.argv:
+        needed = {kind: memory(strategy, kind, late=True) for kind in ("sgd", "adam")}
+        (out / f"memory {me.index}.json").write_text(json.dumps(needed))
         found = [wire(strategy, fits) for fits in (True, False)]
         (out / f"wire {me.index}.json").write_text(json.dumps(found))
     ctl.workers.leave_together(strategy)
