@@ -406,16 +406,9 @@ class BaseStep(AutographMethods):
             labels.check_labels(labels.CROSS_ENTROPY, self.model, dataset, step)
         if loss_fn not in labels.CHECKED:
             return
-        try:
-            if step is None:
-                labels.check_outputs(loss_fn.__name__, self.model, self.class_weight or ())
-            labels.check_labels(loss_fn.__name__, self.model, dataset, step)
-        except UsageError as error:
-            if self.training or self.loss_fn is not losses.cross_entropy:
-                raise
-            raise UsageError(
-                f"{error}; or give the loss of the training: EvalStep(model, loss_fn)"
-            ) from error
+        if step is None:
+            labels.check_outputs(loss_fn.__name__, self.model, self.class_weight or ())
+        labels.check_labels(loss_fn.__name__, self.model, dataset, step)
 
     def log(self, name: str, value: tf.Tensor | float, reduce: str = "mean") -> None:
         """Adds a scalar to the log records, from any phase. It adds no collective.

@@ -47,7 +47,8 @@ def check_outputs(loss: str, model: keras.Model, classes: Iterable[int] = ()) ->
     if applied is getattr(keras.activations, activation):
         raise UsageError(
             f"model {model.name} ends in a {activation} (layer {last.name}), and {loss} takes "
-            "logits, to which it applies that itself: leave the activation out"
+            "logits, to which it applies that itself: leave the activation out, or give a loss for "
+            "probabilities (to ctl.EvalStep, too)"
         )
 
 
@@ -328,7 +329,7 @@ def _check_kind(loss: str, labels: Any, classes: int | None) -> None:
     if shape[1] == classes and classes > 1:
         raise UsageError(
             f"labels of shape [n, {classes}] are one-hot, and cross_entropy takes classes, "
-            "integers [n]: give tf.argmax(labels, axis=-1)"
+            "integers [n]: give tf.argmax(labels, axis=-1), or the loss that trains on them"
         )
     raise UsageError(
         f"labels have shape [n, {shape[1]}], and cross_entropy takes one class for each example, "
