@@ -119,6 +119,13 @@ class Uninitialized(keras.Variable):
 
     def initialize(self) -> None:
         """Gives all rows their values, on every replica."""
+        context = tf.distribute.get_replica_context()
+        if context and tf.distribute.has_strategy():  # all replicas come here at once
+            context.merge_call(lambda strategy: self._initialize())
+        else:
+            self._initialize()
+
+    def _initialize(self) -> None:
         strategy, shape = self.strategy, self._shape
         with tf.init_scope(), strategy.scope():
             if workers.is_multi_worker(strategy):  # all have the values of the first

@@ -132,6 +132,25 @@ class Pooled(keras.Model):
         return self.head(keras.ops.mean(self.table(ids), 1))
 
 
+def test_replicas_that_read_a_table_first_make_it_together(mirrored):
+    """An evaluation without a loop, and a model that `strategy.run` calls."""
+    results, sums = [], []
+    for late in (False, True):
+        for of_evaluator in (True, False):
+            keras.utils.set_random_seed(1)
+            with mirrored(2).scope():
+                with uninitialized_tables() if late else contextlib.nullcontext():
+                    model = three_lookups()
+                step = ctl.EvalStep(model)
+            assert any(isinstance(v, Uninitialized) for v in model.variables) == late
+            if of_evaluator:
+                results.append(ctl.Evaluator(step, examples(), strategy=mirrored(2)).run())
+            else:
+                run = tf.function(lambda m=model: mirrored(2).run(m, (examples()[0][:4],)))
+                sums.append([np.sum(v) for v in mirrored(2).experimental_local_results(run())])
+    assert results[0] == results[1] and sums[0] == sums[1]
+
+
 def test_a_table_that_a_symbolic_call_makes(mirrored):
     ids, labels = examples()
     found = []
