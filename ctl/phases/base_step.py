@@ -407,7 +407,12 @@ class BaseStep(AutographMethods):
         if loss_fn not in labels.CHECKED:
             return
         if step is None:
-            labels.check_outputs(loss_fn.__name__, self.model, self.class_weight or ())
+            try:
+                labels.check_outputs(loss_fn.__name__, self.model, self.class_weight or ())
+            except UsageError as error:
+                if self.training:
+                    raise
+                logging.warning("the loss of the evaluation means nothing: %s", error)
         labels.check_labels(loss_fn.__name__, self.model, dataset, step)
 
     def log(self, name: str, value: tf.Tensor | float, reduce: str = "mean") -> None:
