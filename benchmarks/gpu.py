@@ -53,11 +53,6 @@ class Table:
 _STEP_TIME = "step_time.py --variants=ctl,ctl_off,fit,fit_50,orbit,plain,torch,bound"
 _SHORT_STEPS = "--processes=1 --rounds=1 --blocks=1 --warm_up=1 --tolerance=9"
 TABLES = {
-    "jit_compile": Table(
-        "What does XLA gain on one device?",
-        "jit_compile.py --steps=1000",
-        "--model=dense --batch=64 --steps=50 --rounds=1",
-    ),
     "step_time": Table(
         "How long does a step take?",
         f"{_STEP_TIME} --model=dense,convnet --global_batch_size=256",
@@ -163,12 +158,17 @@ def table_command(table: Table, devices: int) -> list[str]:
     return [fill(word) for word in words]
 
 
+def not_run(question: str, least: int, devices: int) -> dict[str, Any]:
+    """The row of what needs more devices."""
+    said = f"needs {least} devices, but found {devices}"
+    return {"question": question, "ok": None, "found": [said]}
+
+
 def run_table(name: str, devices: int, environment: dict[str, str]) -> dict[str, Any]:
     """Runs a benchmark; ``ok`` says whether it ended with 0."""
     table = TABLES[name]
     if devices < table.least:
-        said = f"needs {table.least} devices, but found {devices}"
-        return {"question": table.question, "ok": None, "found": [said]}
+        return not_run(table.question, table.least, devices)
     script, *arguments = table_command(table, devices)
     row: dict[str, Any] = {"question": table.question, "command": " ".join([script, *arguments])}
     begin = time.perf_counter()
@@ -199,10 +199,10 @@ def run_checks(
     peer = None
     for name in names:
         progress(f"check: {name}")
-        rows[name] = {"question": CHECKS[name]}
         if devices == 1 and name in _OF_SUMS:
-            rows[name] |= {"ok": None, "found": ["needs 2 devices, but found 1"]}
+            rows[name] = not_run(CHECKS[name], 2, devices)
             continue
+        rows[name] = {"question": CHECKS[name]}
         begin = time.perf_counter()
         try:
             if peer is None:

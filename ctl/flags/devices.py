@@ -139,7 +139,7 @@ def _check_devices(strategy: str, replicas: int | None, tpu: str, cross_device_o
         raise UsageError("--tpu has no effect without --strategy=tpu")
     if cross_device_ops != "auto" and strategy in ("multi_worker", "one_device", "default", "tpu"):
         raise UsageError(f"--cross_device_ops has no effect with --strategy={strategy}")
-    if cross_device_ops == "hierarchical_copy" and (replicas or 1) > 1 and (replicas or 1) % 2:
+    if cross_device_ops == "hierarchical_copy" and replicas not in (None, 1) and replicas % 2:
         raise UsageError(
             f"--cross_device_ops=hierarchical_copy sums an odd number of replicas wrongly, as "
             f"--replicas={replicas}: use reduction_to_one_device, or an even number"
