@@ -79,19 +79,13 @@ def test_the_command_and_a_merge_elsewhere(zygote, zygote_without_tensorflow, tm
         assert said in failed.stderr and "Traceback" not in failed.stderr
 
 
-@pytest.mark.slow
-def test_delays_of_real_workers_are_found(tmp_path):
-    """±1.5 ms is what benchmarks/inspect_truth.py shows; here it must hold on a busy machine."""
-    late = Case("input", 1, "input", SECONDS), Case("forward", 0, "forward", SECONDS)
-    cases = [Case("calm"), *late]
-    for attempt in range(3):  # other programs delay workers, too
-        calm, *planted = observe(cases, tmp_path / str(attempt), timeout=240)
-        if np.quantile(join(calm).late, 0.75) < SECONDS / 10:
-            break
+def assert_found(calm, planted) -> None:
+    """The delays of the ``planted`` (case, windows) are where they were put, unlike in ``calm``."""
     assert np.median(join(calm).late) < SECONDS / 2
-    assert [len({w.run for w in windows}) for windows in (calm, *planted)] == [1, 1, 1]
-    assert len({windows[0].run for windows in (calm, *planted)}) == 3
-    for case, windows in zip(cases[1:], planted, strict=True):
+    everything = [calm, *(windows for _, windows in planted)]
+    assert all(len({w.run for w in windows}) == 1 for windows in everything)
+    assert len({windows[0].run for windows in everything}) == 3
+    for case, windows in planted:
         timeline = join(shifted(windows, 3.217))
         clock = timeline.clocks[1]
         assert clock.low - 1e-4 <= 3.217 <= clock.high + 1e-4  # one machine, so that is the truth
@@ -102,6 +96,20 @@ def test_delays_of_real_workers_are_found(tmp_path):
         assert (named.worker, named.phase) == (case.worker, case.phase)
         waiting = np.median(timeline.late[case.worker])
         assert waiting == pytest.approx(SECONDS, abs=0.01)
+
+
+@pytest.mark.slow
+def test_delays_of_real_workers_are_found(tmp_path):
+    """±1.5 ms is what benchmarks/inspect_truth.py shows; here it must hold on a busy machine, where
+    other programs delay workers, too: in one of four tries."""
+    cases = [Case("input", 1, "input", SECONDS), Case("forward", 0, "forward", SECONDS)]
+    for attempt in range(4):
+        calm, *planted = observe([Case("calm"), *cases], tmp_path / str(attempt), timeout=240)
+        try:
+            return assert_found(calm, list(zip(cases, planted, strict=True)))
+        except AssertionError:
+            if attempt == 3:
+                raise
 
 
 def test_a_block_of_research_code(mirrored, capsys):

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -34,6 +35,7 @@ KILLS, LATE = "kill" in OPTIONS, "late" in OPTIONS
 SECONDS, SAVED, KILLED, END = 5.0, 24, 40, 44
 SLOW_STEP = 10
 SLOW_BATCH = 20
+WANTED = threading.Event()  # the step before that of the slow batch has begun
 
 
 def plant(name: str, seconds: float = SECONDS) -> None:
@@ -56,6 +58,7 @@ def planted(tensor: tf.Tensor, call) -> tf.Tensor:
 
 def slow_batch(number: int) -> None:
     if KILLS and number == SLOW_BATCH:
+        assert WANTED.wait(60)  # batches are made ahead, on a busy machine 16 of them
         plant("input")
 
 
@@ -68,6 +71,8 @@ class Step(ctl.TrainStep):
     def slow(number: int) -> None:
         if KILLS and number == SLOW_STEP:
             plant("steps")
+        if number == SLOW_BATCH - 1:
+            WANTED.set()
         if KILLS and number >= SAVED:
             plant("lost", SECONDS / 10)
 
