@@ -10,11 +10,21 @@ pytestmark = pytest.mark.slow  # starts processes
 
 def test_embeddings(tmp_path):
     small = "--rows=50,60 --width=4 --batch=8 --ids=3 --rounds=2 --seconds=0 --optimizers=adam"
-    found, done = results(tmp_path, f"embeddings.py {small} --kinds=ctl,dense,plain,fit,torch")
+    found, done = results(tmp_path, f"embeddings.py {small} --kinds=ctl,plain,fit,torch")
     first, second = found["results"]
     assert (first["rows"], second["table_bytes"]) == (50, 60 * 4 * 4)
-    assert {"ctl", "dense", "plain", "fit"} <= first["step_seconds"].keys()
+    assert {"ctl", "plain", "fit"} <= first["step_seconds"].keys()
     for one in found["results"]:
         assert one["ratios"].keys() == one["step_seconds"].keys() - {"ctl"}
         assert all(r["min"] <= r["median"] <= r["max"] for r in one["ratios"].values())
     assert "adam: from 50 to 60 rows, a step takes" in done.stdout
+
+
+def test_tables_of_two_workers(tmp_path):
+    small = "--model=bag --workers=2 --rows=30000 --batch=64 --rounds=1 --seconds=0"
+    found, done = results(tmp_path, f"embeddings.py {small} --kinds=ctl --optimizers=sgd")
+    (one,) = found["results"]
+    assert one["table_bytes"] == 30_000 * 64 * 4
+    assert 0 < one["memory"]["ctl"] < 10  # a small table beside all that TensorFlow needs
+    assert 0.9 < one["wire"]["ctl"] < 1.5
+    assert "wire" in done.stdout

@@ -19,13 +19,17 @@ console.load_tensorflow()
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from helpers import BATCH, CLASSES, FEATURES, examples, mlp  # noqa: E402
-from sent_bytes import sent_bytes  # noqa: E402
+from paths import BENCHMARKS  # noqa: E402
 from worker_end import run_to_end  # noqa: E402
 
 import ctl  # noqa: E402
 from ctl.distributed.strategy import make_multi_worker  # noqa: E402
 from ctl.phases.plan.collectives import plan_of  # noqa: E402
 from ctl.reduce import all_reduce  # noqa: E402
+
+sys.path.append(str(BENCHMARKS / "peers"))
+
+from sent_bytes import sent_bytes  # noqa: E402
 
 OUT = Path(sys.argv[1])
 STEPS = 20

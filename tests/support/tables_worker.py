@@ -21,14 +21,18 @@ console.load_tensorflow()
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
+from paths import BENCHMARKS  # noqa: E402
 from peak_memory import peak_memory  # noqa: E402
-from sent_bytes import sent_bytes  # noqa: E402
 from worker_end import run_to_end  # noqa: E402
 
 import ctl  # noqa: E402
 from ctl.distributed.strategy import make_multi_worker  # noqa: E402
 from ctl.distributed.watch import watchdog  # noqa: E402
 from ctl.phases import table_plan  # noqa: E402
+
+sys.path.append(str(BENCHMARKS / "peers"))
+
+from sent_bytes import sent_bytes  # noqa: E402
 
 ROWS, WIDTH, IDS, CLASSES, STEPS = 300, 4, 5, 3, 12
 SIZES = 24, 5, 2, 24, 1, 7  # of batches: a share may have no examples
