@@ -180,7 +180,7 @@ class TrainStep(BaseStep):
         self.synchronizes = replicas.synchronizes(strategy, self.tracked.layer)
         self.logged.create(strategy)
         with split_tables(self) as shards:
-            alone = shards and are_plain(self.optimizer)  # slots are large, and equal on all
+            alone = are_plain(self.optimizer)  # slots may be large, and are equal on all workers
             with workers.own_initial_values(strategy) if alone else strategy.scope():
                 self.updater = Updater(
                     self.optimizer,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ from ctl.distributed import replicas, workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import DivergedError, UsageError
 from ctl.step import TrainStep
+
+_ELEMENTS_AT_A_TIME = 1 << 22
 
 
 class CompareReplicas:
@@ -162,14 +164,30 @@ def _checksums(strategy: tf.distribute.Strategy, variable: tf.Variable) -> list[
     sums = []
     for copy in strategy.experimental_local_results(variable):
         if "CPU" in copy.device.upper():
-            # NumPy reads an array where it is; .numpy() copies it. A bfloat16 scalar is no array.
-            value = copy.read_value()
-            value = np.asarray(value if value.shape.rank else value.numpy()).reshape(-1)
-            size = next(n for n in (8, 4, 2, 1) if value.nbytes % n == 0)
-            sums.append(int(value.view(f"int{8 * size}").sum(dtype=np.int64)))
+            sums.append(int(np.sum([_sum_of_bits(part) for part in _parts(copy)])))
         else:
             sums.append(int(checksum(copy)))
     return sums if len(sums) > 1 else sums * len(strategy.extended.worker_devices)
+
+
+def _parts(variable: tf.Variable) -> Iterator[tf.Tensor]:
+    """The value of ``variable``; if it is large, some rows at a time, because to read a table that
+    is trained by rows copies what is read."""
+    elements = variable.shape.num_elements()
+    if not variable.shape.rank or not elements or elements <= _ELEMENTS_AT_A_TIME:
+        yield variable.read_value()
+        return
+    rows = variable.shape[0]
+    step = max(1, _ELEMENTS_AT_A_TIME * rows // elements)
+    for start in range(0, rows, step):
+        yield variable.sparse_read(tf.range(start, min(start + step, rows)))
+
+
+def _sum_of_bits(value: tf.Tensor) -> np.int64:
+    # NumPy reads an array where it is; .numpy() copies it. A bfloat16 scalar is no array.
+    array = np.asarray(value if value.shape.rank else value.numpy()).reshape(-1)
+    size = next(n for n in (8, 4, 2, 1) if array.nbytes % n == 0)
+    return array.view(f"int{8 * size}").sum(dtype=np.int64)
 
 
 def _difference(

@@ -25,7 +25,7 @@ from ctl.phases.deferred import Deferred, Rule, rule_of, why_not_lazy
 from ctl.phases.fetching import fetch_first, fetched, unfetch
 from ctl.phases.optimizers import optimizer_of, read_rows, slots_of, update_rows
 from ctl.phases.shards import Shards, Split, Wanted, look_up
-from ctl.phases.uninitialized import in_stateless_scope
+from ctl.phases.uninitialized import Uninitialized, in_stateless_scope
 from ctl.reduce import densify, sum_rows
 
 # Of a smaller table, a dense gradient costs less than to find the rows (benchmarks/README.md).
@@ -352,6 +352,9 @@ def split_tables(step: Any) -> Iterator[dict[int, Shards]]:
                 shards[id(variable)] = Shards(variable, step.strategy)
         if step.embedding_plan == "sharded" and not shards:
             logging.warning("embedding_plan=sharded splits no table: %s", _why_none(step, tables))
+        for layer in replicas.layers_of(step.tracked.layer):
+            if isinstance(table := getattr(layer, "_embeddings", None), Uninitialized):
+                table.initialize()  # outside of the strategy's scope, which needs more memory
         yield shards
     except BaseException:
         for variable, _ in tables:

@@ -8,6 +8,7 @@ numbers are a function of a counter, so that rows in the middle can be drawn alo
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -127,25 +128,32 @@ class Uninitialized(keras.Variable):
 
     def _initialize(self) -> None:
         strategy, shape = self.strategy, self._shape
-        with tf.init_scope(), strategy.scope():
-            if workers.is_multi_worker(strategy):  # all have the values of the first
-                start = self._initializer(shape, dtype=self._dtype)
-                self.become(tf.Variable(start, name=self.value_name), [])
-            else:
+        with tf.init_scope():
+            with workers.own_initial_values(strategy):
                 whole = tf.Variable(tf.zeros(shape, self._dtype), name=self.value_name)
-                copies = strategy.experimental_local_results(whole)
-                self.become(whole, [(0, shape[0])] * len(copies))
+            copies = strategy.experimental_local_results(whole)
+            self.become(whole, [(0, shape[0])] * len(copies))
 
     def become(self, value: tf.Variable, bounds: Sequence[tuple[int, int]]) -> None:
         """Takes ``value``, [m, d], for its value. Gives each copy of it on this worker the rows of
-        ``bounds``, first and last (exclusive), if there are any."""
+        ``bounds``, first and last (exclusive). All workers must call it."""
+        self._take_seed_of_first_worker()
         copies = self.strategy.experimental_local_results(value)
-        for copy, (start, end) in zip(copies, bounds, strict=bool(bounds)):
+        for one, (start, end) in zip(copies, bounds, strict=True):
             for first, rows in self._rows(start, end):
                 places = tf.range(first - start, first - start + len(rows))
-                copy.scatter_update(tf.IndexedSlices(rows, places))  # a slice copies all rows
+                one.scatter_update(tf.IndexedSlices(rows, places))  # a slice copies all rows
         self.__class__ = keras.Variable
         self._value, self._initializer = value, None
+
+    def _take_seed_of_first_worker(self) -> None:
+        """Makes all workers draw the values that the first one draws."""
+        if not workers.is_multi_worker(self.strategy) or isinstance(self._initializer, _CONSTANT):
+            return
+        with self.strategy.scope():  # of a variable, TensorFlow gives all workers the first's value
+            seed = tf.Variable(self._initializer.seed, dtype=tf.int64, trainable=False, name="seed")
+        self._initializer = copy.copy(self._initializer)
+        self._initializer.seed = int(self.strategy.experimental_local_results(seed)[0])
 
     def _rows(self, start: int, end: int) -> Iterator[tuple[int, tf.Tensor]]:
         """Rows ``start`` to ``end`` as the initializer makes them, some at a time, and the number

@@ -15,6 +15,7 @@ from helpers import CLASSES, FEATURES, adam, make_loop
 from keras import layers
 
 import ctl
+from ctl.control import copies
 from ctl.control.copies import check_copies, checksum
 from ctl.distributed import workers
 from ctl.errors import DivergedError, UsageError
@@ -150,21 +151,29 @@ def test_workers_that_drift_apart_are_named(mirrored, monkeypatch, warnings_of):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "uint8", "bool", "int64"])
-def test_state_of_any_type(mirrored, dtype):
+def test_state_of_any_type(mirrored, monkeypatch, dtype):
+    monkeypatch.setattr(copies, "_ELEMENTS_AT_A_TIME", 30)  # of a larger variable, some rows
+
     class Step(ctl.TrainStep):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
-            self.seen = [self.zeros(shape) for shape in ([], [3], [0])]
+            self.seen = [self.zeros(shape) for shape in ([], [3], [0], [23, 3])]
 
         def zeros(self, shape):
             return tf.Variable(tf.zeros(shape, dtype), trainable=False)
 
     loop = make_loop(mirrored(2), step_class=Step)
     check_copies(loop.step)
-    first = mirrored(2).experimental_local_results(loop.step.seen[0])[0]
-    first.assign(tf.cast(1, dtype))
-    with pytest.raises(UsageError, match="Variable.* differs between replicas"):
-        check_copies(loop.step)
+    for scalar in (True, False):
+        seen = loop.step.seen[0 if scalar else 3]
+        first = mirrored(2).experimental_local_results(seen)[0]
+        before = first.numpy()
+        first.assign(
+            tf.ones([], dtype) if scalar else before + np.eye(23, 3, -20).astype(before.dtype)
+        )
+        with pytest.raises(UsageError, match="Variable.* differs between replicas"):
+            check_copies(loop.step)
+        first.assign(before)
 
 
 @pytest.mark.slow

@@ -84,7 +84,8 @@ def test_the_wire_carries_what_the_plan_of_tables_says(two_workers):
 
 
 def test_two_workers_need_the_memory_of_their_parts(two_workers):
-    """Also while the table is made; a whole one would be twice as large."""
+    """Also while the table is made; a whole one would be twice as large. One that is not split is
+    sent to no other worker, which would need several times its memory."""
     for index in range(2):
         for needed in json.loads((two_workers / f"memory {index}.json").read_text()).values():
             assert needed < 1.6

@@ -140,27 +140,31 @@ def wire(strategy: tf.distribute.Strategy, fits: bool) -> dict[str, Any]:
     return {"how": table.how, "counted": sent / 6 - dense, "planned": table.wire_bytes}
 
 
-def train_large(strategy: tf.distribute.Strategy, optimizer: str, late: bool, rows: int) -> None:
+def train_large(
+    strategy: tf.distribute.Strategy, optimizer: str, late: bool, rows: int, plan: str
+) -> None:
     with strategy.scope():
         with ctl.uninitialized_tables() if late else contextlib.nullcontext():
             table = keras.layers.Embedding(rows, 64)
             model = keras.Sequential([keras.Input([1], dtype="int32"), table])
         model.add(keras.layers.Flatten())
-        step = ctl.TrainStep(model, optimizer, sparse_rows="on", embedding_plan="sharded")
+        step = ctl.TrainStep(model, optimizer, sparse_rows="on", embedding_plan=plan)
     data = np.zeros([64, 1], "int32"), np.zeros([64], "int32")
     ctl.Loop(step, data, global_batch_size=8, strategy=strategy).train(2)
 
 
-def memory(strategy: tf.distribute.Strategy, optimizer: str, late: bool) -> float:
-    """The memory that this worker needs at its peak to make, and to train, a split table of 256
-    MiB, over what it holds of the table and of its slots."""
+def memory(
+    strategy: tf.distribute.Strategy, optimizer: str, late: bool, plan: str = "sharded"
+) -> float:
+    """The memory that this worker needs at its peak to make, and to train, a table of 256 MiB, over
+    what it holds of the table and of its slots."""
     rows, slots = 1 << 20, {"sgd": 0, "adam": 2}[optimizer]
-    train_large(strategy, optimizer, late, 1000)  # of what TensorFlow needs, too, to trace a step
+    train_large(strategy, optimizer, late, 1000, plan)  # what TensorFlow needs to trace a step
     with peak_memory() as peak:
-        train_large(strategy, optimizer, late, rows)
+        train_large(strategy, optimizer, late, rows, plan)
     local = len(strategy.extended.worker_devices)
-    held = rows * 64 * 4 * (1 + slots) * local / strategy.num_replicas_in_sync
-    return peak[0] / held
+    share = local / strategy.num_replicas_in_sync if plan == "sharded" else local
+    return peak[0] / (rows * 64 * 4 * (1 + slots) * share)
 
 
 def main() -> None:
@@ -175,6 +179,7 @@ def main() -> None:
             np.savez(out / f"{optimizer} {me.index}.npz", *trained(strategy, optimizer, "on"))
     if "sharded" in sys.argv:
         needed = {kind: memory(strategy, kind, late=True) for kind in ("sgd", "adam")}
+        needed["whole"] = memory(strategy, "sgd", late=True, plan="replicated")
         (out / f"memory {me.index}.json").write_text(json.dumps(needed))
         found = [wire(strategy, fits) for fits in (True, False)]
         (out / f"wire {me.index}.json").write_text(json.dumps(found))
