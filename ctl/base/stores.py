@@ -189,6 +189,18 @@ class Store:
         start = len(self._root) + 1
         return {name[start:]: size for name, size in sorted(found.items()) if name[start:]}
 
+    def check_bucket(self) -> None:
+        """Raises `StoreError` if the store says that there is no such bucket. To list what is in it
+        may say nothing of that."""
+        bucket = self._root.partition("/")[0]
+        if self.url.partition("://")[0] in _EXTRAS:
+            try:
+                self._call(f"find {self.url}", lambda: self._fs.info(bucket))
+            except FileNotFoundError as error:
+                raise StoreError(f"cannot write {self.url}: {_no_bucket(bucket)}", True) from error
+            except StoreError:  # who may write there need not be allowed to ask this
+                pass
+
     def size(self, name: str) -> int:
         """The size of the object ``name``, in bytes. Raises `FileNotFoundError`."""
 
@@ -416,7 +428,8 @@ def _is_taken(error: Exception) -> bool:
 
 
 def _is_bucket(error: Exception) -> bool:
-    return "NoSuchBucket" in _codes(error) or "bucket does not exist" in str(error)
+    missing = "bucket does not exist", "container does not exist"
+    return "NoSuchBucket" in _codes(error) or any(said in str(error) for said in missing)
 
 
 def _is_of_the_store(error: Exception) -> bool:
@@ -442,12 +455,16 @@ def _reason(error: Exception) -> str:
     """Why, and what to do."""
     text = _first_line(error)
     if _is_bucket(error):
-        return f"there is no such bucket ({text}); make it, or choose another"
+        return _no_bucket(text)
     if isinstance(error, PermissionError) or _about_credentials(error):
         return f"{text}; check or renew the credentials of the store"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{text}; delete something there, or choose another place"
     return f"{text}; see whether the store and the way there are up"
+
+
+def _no_bucket(said: str) -> str:
+    return f"there is no such bucket ({said}); make it, or choose another"
 
 
 def _first_line(error: BaseException) -> str:

@@ -213,6 +213,8 @@ class Mirror:
         """Makes the directory that of the store, but for what is only for people. If it has what
         the store lacks, it gets only what it lacks itself."""
         names = self._store.list()
+        if not names:
+            self._store.check_bucket()
         self._sizes = {name: names[name] for name in self._small(names)}
         kept = self._bring_manifests(names)
         newer = dict(self._files()) if self._unsent else {}

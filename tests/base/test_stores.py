@@ -126,6 +126,9 @@ def test_no_such_bucket_and_wrong_keys(s3, monkeypatch):
     monkeypatch.setattr(stores, "_FIRST_PAUSE", 0.001)
     with pytest.raises(StoreError, match="no such bucket .*; make it"):
         open_store("s3://missing/run").write("a", b"x")
+    with pytest.raises(StoreError, match=r"no such bucket \(missing\); make it"):
+        open_store("s3://missing/run").check_bucket()
+    open_store("s3://runs/run").check_bucket()
 
 
 def test_a_server_that_is_down(monkeypatch):
