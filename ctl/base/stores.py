@@ -103,6 +103,9 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     protocol = url.partition("://")[0]
     extra = _EXTRAS.get(protocol)
     install = f"pip install 'ctl[{extra or 'stores'}]'"
+    for name in ("botocore", "aiobotocore", "azure"):  # which tell of each request
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("gcsfs").setLevel(logging.ERROR)  # without credentials, it warns at each one
     try:
         import fsspec.core
 
@@ -124,8 +127,6 @@ def open_store(url: str | os.PathLike[str]) -> Store:
         filesystem, root = fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError, TypeError, OSError) as error:
         raise UsageError(f"{url}: {_first_line(error)}") from error
-    for name in ("botocore", "aiobotocore"):  # which tell where they found what they need
-        logging.getLogger(name).setLevel(logging.WARNING)
     if extra in ("s3", "gcs"):
         filesystem.retries = 2  # of a part of an upload, where this module can only begin again
     return Store(url.rstrip("/"), filesystem, root.rstrip("/"))

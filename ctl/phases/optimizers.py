@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
@@ -481,8 +482,25 @@ def make_groups(
                     "training), which ctl does not support: use float16 or bfloat16"
                 )
         if not optimizer.built:
-            optimizer.build(variables)
+            with _filling():
+                optimizer.build(variables)
     return groups
+
+
+@contextlib.contextmanager
+def _filling() -> Iterator[None]:
+    """Inside, the slots of a large table that begin as a constant need no memory but their own:
+    Keras multiplies ones by the constant."""
+    plain = keras.initializers.Constant.__call__
+
+    def fill(self: Any, shape: Sequence[int], dtype: str | None = None) -> tf.Tensor:
+        return tf.fill(shape, tf.cast(self.value, dtype or keras.config.floatx()))
+
+    keras.initializers.Constant.__call__ = fill
+    try:
+        yield
+    finally:
+        keras.initializers.Constant.__call__ = plain
 
 
 def _group(optimizer: Any, variables: Any, *schedules: Any) -> Group:

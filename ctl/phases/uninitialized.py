@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from ctl.distributed import replicas, workers
 
-_ELEMENTS_AT_A_TIME = 1 << 21
+_ELEMENTS_AT_A_TIME = 1 << 19
 _DRAWN_AT_ONCE = 4  # elements for each value of the counter; TensorFlow leaves 256 for truncated
 _RANDOM: dict[type, tuple[Callable[..., tf.Tensor], int]] = {
     keras.initializers.RandomUniform: (tf.raw_ops.StatelessRandomUniformV2, 1),

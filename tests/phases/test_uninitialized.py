@@ -100,6 +100,11 @@ def test_no_replica_needs_the_memory_of_a_whole_table(mirrored):
     assert tables_worker.memory(mirrored(2), "sgd", late=False) > 2
 
 
+@pytest.mark.slow
+def test_slots_that_are_constants_need_no_memory_but_theirs(mirrored):
+    assert tables_worker.memory(mirrored(1), "adagrad", True, "replicated") < 1.35
+
+
 def test_who_reads_a_table_first_makes_it():
     ids = tf.constant(examples()[0][:4])
 

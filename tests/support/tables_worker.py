@@ -158,7 +158,7 @@ def memory(
 ) -> float:
     """The memory that this worker needs at its peak to make, and to train, a table of 256 MiB, over
     what it holds of the table and of its slots."""
-    rows, slots = 1 << 20, {"sgd": 0, "adam": 2}[optimizer]
+    rows, slots = 1 << 20, {"sgd": 0, "adagrad": 1, "adam": 2}[optimizer]
     train_large(strategy, optimizer, late, 1000, plan)  # what TensorFlow needs to trace a step
     with peak_memory() as peak:
         train_large(strategy, optimizer, late, rows, plan)
