@@ -113,7 +113,8 @@ def parse(zygote, zygote_without_tensorflow, tmp_path_factory):
 
 def test_the_flags_of_every_command_parse(parse, run, tmp_path):
     (tmp_path / "cat").mkdir()  # a folder of the reader's, and files
-    files = {"wine.csv": tmp_path / "wine.csv", "/tmp/ctl-clicks/train.txt": tmp_path / "train.txt"}
+    files = {name: tmp_path / name for name in ("wine.csv", "people.csv")}
+    files["/tmp/ctl-clicks/train.txt"] = tmp_path / "train.txt"
     for file in files.values():
         file.touch()
     (tmp_path / "tfds" / "mnist").mkdir(parents=True)

@@ -110,6 +110,9 @@ TOKENIZERS = {".model": "sentencepiece", ".json": "tokenizers"}
 # What the labels are that a loss takes.
 CLASSES, BINARY, NUMBERS = "classes", "binary", "numbers"
 
+# What becomes of the values that a table lacks.
+MEAN, DROP = "mean", "drop"
+
 # How code of the user's is named.
 # Trains a language model on the text in {path}.
 LANGUAGE_MODEL = (

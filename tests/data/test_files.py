@@ -194,6 +194,58 @@ def test_other_data_follow_the_schema(tmp_path):
             Files(tmp_path / "u.csv", schema=schema | {name: value})
 
 
+def test_words_and_means_are_those_of_the_training_examples(tmp_path, caplog):
+    """Also of evaluation data, of other files, and of a run that is read again."""
+    rows = [f"{n if n % 4 else ''},{'pqr'[n % 3]},{n % 2}" for n in range(40)]
+    (tmp_path / "t.csv").write_text("\n".join(["age,kind,y", *rows, "", ""]))
+    options = {"features": ["kind", "age"], "missing": "mean"}
+    files = Files(tmp_path / "t.csv", **options)
+    with pytest.raises(UsageError, match="t.csv: load the training data first: words and means"):
+        load(files, "train[90%:]", training=False)
+    train = load(files, "train[:90%]")
+    held = load(files, "train[90%:]", training=False)
+    chosen = np.sort(np.random.RandomState(0).permutation(40)[:36])
+    ages = [int(n) for n in chosen if n % 4]
+    assert files.schema["missing"] == {"kind": "", "age": sum(ages) / len(ages)}
+    mean = np.float32(sum(ages) / len(ages))
+    for dataset, numbers in ((train, chosen), (held, np.setdiff1d(np.arange(40), chosen))):
+        expected = [[*np.eye(3)[n % 3], n if n % 4 else mean] for n in numbers]
+        np.testing.assert_array_equal(dataset.arrays[0], np.float32(expected))
+        assert dataset.info.image_shape == (4,) and len(dataset.info.mean) == 4
+    assert held.info.mean == train.info.mean
+    (line,) = (line for line in files.table() if " age " in line)
+    assert f"10 as {mean:g}" in line
+    schema = json.loads(json.dumps(files.schema))
+    (tmp_path / "u.csv").write_text("kind,y,age\nq,1,\ns,0,5\n")
+    caplog.clear()
+    other = load(Files(tmp_path / "u.csv", schema=schema), "train", training=False)
+    np.testing.assert_array_equal(other.arrays[0], np.float32([[0, 1, 0, mean], [0, 0, 0, 5]]))
+    (warning,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
+    assert warning.endswith("they are as no word: s")
+    again = Files(tmp_path / "t.csv", **options)
+    assert load(again, "train[:90%]").fingerprint() == train.fingerprint()
+    assert again.schema["words"] == files.schema["words"]
+    for name, value in (("words", {"kind": "pq"}), ("missing", {"age": None}), ("words", ["p"])):
+        with pytest.raises(UsageError, match=f"^config.json: the {name} of the data cannot be "):
+            Files(tmp_path / "u.csv", schema=schema | {name: value})
+
+
+def test_examples_without_a_value_are_left_out(tmp_path, caplog):
+    rows = [f"{n if n % 4 else ''},{n % 2}" for n in range(40)]
+    (tmp_path / "t.csv").write_text("\n".join(["age,y", *rows, "", ""]))
+    with pytest.raises(UsageError, match="'age' has no value, as in 10 of 40 rows: add --missing="):
+        Files(tmp_path / "t.csv")
+    caplog.set_level("INFO")
+    files = Files(tmp_path / "t.csv", missing="drop")
+    assert "t.csv: 10 of 40 rows have no value in a column that is used" in caplog.text
+    train = load(files, "train[:90%]")
+    held = load(files, "train[90%:]", training=False)
+    assert (train.num_examples, held.num_examples) == (27, 3)
+    seen = np.concatenate([train.arrays[0], held.arrays[0]]).ravel().tolist()
+    assert sorted(seen) == [n for n in range(40) if n % 4]
+    assert sum(files.schema["examples"]["train[:90%]"]) == 27
+
+
 def test_images_follow_the_schema(tmp_path):
     write_images(tmp_path / "photos", 2)
     files = Files(tmp_path / "photos")
