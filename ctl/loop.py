@@ -337,8 +337,9 @@ class Loop:
             progress: whether to show a progress bar; by default, if standard output is a terminal
                 or the cell of a notebook, no other bar is shown, and not ``eager``.
             eager: runs the same steps without graphs, one per call and without XLA, so that
-                ``print``, ``breakpoint()`` and NumPy work in the step. The numbers are the same up
-                to rounding. Slow; not with several workers, parameter servers or TPUs.
+                ``print``, ``breakpoint()`` and NumPy work in the step, and an error names what
+                made a NaN. The numbers are the same up to rounding. Slow; not with several workers,
+                parameter servers or TPUs.
             callbacks: of Keras, see `ctl.control.keras_callbacks.KerasCallbacks`; the same on all
                 workers.
 
@@ -360,7 +361,7 @@ class Loop:
         until = end_of_training(until, epochs, self.dataset)
         total = until if total is None else checked("total", total)
         scalars: dict[str, float] = {}
-        run = without_graphs(self.steps.run) if eager else self.steps.run
+        run = without_graphs(self.steps.run, self._divergence.origins) if eager else self.steps.run
         step = self.global_step
         runs = self._runs(step, until)
         with (
