@@ -20,6 +20,7 @@ from ctl.base.names import (
     CLASSES,
     CLICKS,
     DROP,
+    RECORDS,
     TABLES,
     TARS,
     click_day,
@@ -27,7 +28,15 @@ from ctl.base.names import (
     has_table,
     suffix,
 )
-from ctl.base.remote import AnyPath, PathLike, inside, located, map_of
+from ctl.base.remote import (
+    AnyPath,
+    PathLike,
+    inside,
+    is_folder,
+    is_pattern,
+    located,
+    map_of,
+)
 from ctl.data import clicks, image_files, image_tars, index, tables
 from ctl.data.dataset import DatasetInfo
 from ctl.data.image_tars import ImageTars
@@ -383,9 +392,10 @@ def _text(path: AnyPath) -> str:
 def _clicks(path: AnyPath) -> dict[str, list[AnyPath]]:
     """The files of click data by their part; none of other data."""
     found = click_files(_text(path))
-    if not path.is_dir():
+    if not is_folder(path):
         return {"train": [path]} if found else {}
-    files = [path / os.path.basename(file) for file in found]
+    by_name = {file.name: file for file in inside(path)}
+    files = [by_name[os.path.basename(file)] for file in found]
     if len(files) > 1 and click_day(files[0].name) is not None:
         return {"train": files[:-1], "test": files[-1:]}
     return _by_part(path, files, "click data")
@@ -395,7 +405,7 @@ def _tables(path: AnyPath, record_schema: str | None) -> dict[str, Table]:
     """The tables of a file, or of the files of a folder, by their part; none of other folders."""
     types = parse_record_schema(record_schema) if record_schema else None
     with index.readable(path):
-        if not path.is_dir():
+        if not is_folder(path):
             path.stat()
             if suffix(path.name) not in TABLES:
                 return {}
@@ -411,10 +421,16 @@ def _tables(path: AnyPath, record_schema: str | None) -> dict[str, Table]:
 
 
 def _by_part(path: AnyPath, files: Sequence[AnyPath], kind: str) -> dict[str, list[AnyPath]]:
-    """The ``files`` of a folder by their part, which their names begin with."""
+    """The ``files`` of a folder by their part, which their names begin with. Those of a pattern,
+    and of kinds that are often in several files, are all for the training if none names a part."""
+    words = [re.split(r"[-_.]", file.name.lower()) for file in files]
+    parts = [PARTS.get(first) for first, *_ in words]
+    may_be_of_one = is_pattern(path) or {suffix(file.name) for file in files} <= {RECORDS, TARS}
+    if files and may_be_of_one and PARTS.keys().isdisjoint(word for name in words for word in name):
+        logging.info("%s: for the training: %s", path, tables.listed(p.name for p in files))
+        return {"train": [*files]}
     found: dict[str, list[AnyPath]] = {}
-    for file in files:
-        part = PARTS.get(re.split(r"[-_.]", file.name.lower())[0])  # of train-00000-of-00002.csv
+    for file, part in zip(files, parts, strict=True):  # of train-00000-of-00002.csv
         if part is None:
             raise UsageError(
                 f"{path} has the {kind} {tables.listed(p.name for p in files)}: name them train "

@@ -13,7 +13,7 @@ from absl import flags
 from ctl.base import names
 from ctl.base.block_cache import parsed
 from ctl.base.bounds import BOUNDS, checked
-from ctl.base.remote import located, without_slash
+from ctl.base.remote import is_folder, located, without_slash
 from ctl.base.stores import is_url
 from ctl.errors import UsageError
 from ctl.flags import defaults, durations, early
@@ -241,7 +241,7 @@ def check_data_flags() -> None:
         why = "without a URL as --dataset or --data_dir: it keeps what is read from a store"
         check_without_effect(["data_cache"], why)
     if names.suffix(dataset) != names.RECORDS and not (
-        names.has_table(dataset) and located(dataset).is_dir()
+        names.has_table(dataset) and is_folder(located(dataset))
     ):
         remedy = f"it is for your own files {names.RECORDS}"
         check_without_effect(["record_schema"], f"with --dataset={dataset}: {remedy}")

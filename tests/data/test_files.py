@@ -11,6 +11,7 @@ import tensorflow as tf
 from ctl.base.names import BINARY, NUMBERS, has_table
 from ctl.data import Files, Splits, Streaming
 from ctl.errors import UsageError
+from ctl.flags.early import check_path
 
 CLASSES = ("cat", "dog", "emu")
 
@@ -341,6 +342,60 @@ def test_a_table_beside_images_is_left_out(tmp_path):
     write_table(tmp_path / "only" / "mine.csv")
     with pytest.raises(UsageError, match="has the tables mine.csv: name them train and test, or"):
         Files(tmp_path / "only")
+
+
+def write_records(path, numbers) -> None:
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for number in numbers:
+            values = {"x": [float(number)], "label": [float(number % 2)]}
+            feature = {
+                name: tf.train.Feature(float_list=tf.train.FloatList(value=value))
+                for name, value in values.items()
+            }
+            features = tf.train.Features(feature=feature)
+            writer.write(tf.train.Example(features=features).SerializeToString())
+
+
+NAMES = {
+    "free": ["a.tfrecord", "b.tfrecord", "c.tfrecord"],
+    "numbered": [f"shard.tfrecord-0000{n}-of-00003" for n in range(3)],
+}
+
+
+@pytest.mark.parametrize("names", NAMES)
+@pytest.mark.parametrize("pattern", ["", "*tfrecord*"])
+def test_shards_with_any_name_are_one_part(tmp_path, names, pattern, caplog):
+    caplog.set_level("INFO")
+    for first, name in enumerate(NAMES[names]):
+        write_records(tmp_path / name, range(10 * first, 10 * first + 10))
+    files = Files(tmp_path / pattern)
+    assert files.splits() == ("train[:90%]", "train[90%:]", None)
+    assert load(files, "train").arrays[0].ravel().tolist() == [*range(30)]
+    assert f"for the training: {', '.join(NAMES[names])}" in caplog.text
+    assert has_table(f"{tmp_path}/{pattern}")
+    if not pattern:
+        (tmp_path / "d-test.tfrecord").touch()  # which part are the others?
+        with pytest.raises(
+            UsageError, match="d-test.tfrecord.*: name them train and test, or give"
+        ):
+            Files(tmp_path)
+
+
+def test_a_pattern_names_some_tables(tmp_path):
+    for number in range(3):
+        write_table(tmp_path / f"part{number}.csv", 10)
+    (tmp_path / "notes.md").touch()
+    assert load(Files(tmp_path / "part[01].csv"), "train").num_examples == 20
+    assert load(Files(f"file://{tmp_path}/part*.csv"), "train").num_examples == 30
+    for part in ("train", "test"):
+        write_table(tmp_path / f"{part}-1.csv", 10)
+    assert Files(tmp_path / "t*.csv").splits() == ("train", "test", None)
+    with pytest.raises(UsageError, match="name them train and test, or give one of them"):
+        Files(tmp_path / "*.csv")
+    check_path(f"{tmp_path}/part*.csv")
+    for pattern, says in (("*", "notes.md is no file that ctl reads"), ("x*", "no such file or")):
+        with pytest.raises(UsageError, match=says):
+            check_path(f"{tmp_path}/{pattern}")
 
 
 def test_a_schema_of_records_is_for_every_file_of_a_folder(tmp_path):
