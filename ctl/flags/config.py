@@ -150,6 +150,15 @@ def _workers(before: Mapping[str, Any], step: int, workers: int) -> list[dict[st
     return [*found, {"step": step, "time": time.time(), "count": workers}]
 
 
+def workers_of(model_dir: Path) -> int:
+    """How many workers have trained the run in ``model_dir``, when it was started last; 1 if it
+    does not say so."""
+    found = _read(model_dir).get("workers")
+    last = found[-1] if isinstance(found, list) and found else None
+    count = last.get("count") if isinstance(last, dict) else None
+    return count if type(count) is int and count > 0 else 1
+
+
 def _flagfile(names: Iterable[str], values: flags.FlagValues) -> str:
     """The flags that were given as lines of a flagfile, the others as comments: to give a default
     may mean another thing than to leave it out, see `ctl.flags.defaults`."""
