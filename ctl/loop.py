@@ -619,20 +619,20 @@ class Loop:
         until: int | None = None,
         *,
         epochs: float | None = None,
-        evaluate_every: int | None = None,
+        evaluate_every: int | str | None = None,
         on_progress: OnProgress | None = None,
         progress: bool | None = None,
         eager: bool = False,
         callbacks: Sequence[keras.callbacks.Callback] = (),
     ) -> dict[str, float]:
         """Trains until step ``until`` or the end of ``epochs`` (see `train`), or until an action
-        ends the training. Saves and evaluates every ``evaluate_every`` steps, by default at the end
-        of each epoch, and at the end. If the current step is due but not evaluated, as after a
-        restore, evaluates first. Returns the results of the last evaluation. Traces the evaluation
-        first, so that its mistakes are known before the first step. For ``progress``, ``callbacks``
-        and ``eager``, which traces nothing, see `train`. Raises `UsageError` if ``evaluate_every``
-        is not a whole number of at least 1, or epochs have no known length; also as `train` and
-        `evaluate` do."""
+        ends the training. Saves and evaluates every ``evaluate_every`` steps, or epochs
+        (``"0.5ep"``), by default at the end of each epoch, and at the end. If the current step is
+        due but not evaluated, as after a restore, evaluates first. Returns the results of the last
+        evaluation. Traces the evaluation first, so that its mistakes are known before the first
+        step. For ``progress``, ``callbacks`` and ``eager``, which traces nothing, see `train`.
+        Raises `UsageError` if ``evaluate_every`` is not a whole number of at least 1 or a number of
+        epochs, or epochs have no known length; also as `train` and `evaluate` do."""
         until = end_of_training(until, epochs, self.dataset)
         every = evaluation_interval(evaluate_every, self.dataset)
         evaluator = self._evaluator()
