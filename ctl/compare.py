@@ -95,7 +95,7 @@ def tables(runs: list[Run]) -> dict[str, tuple[list[str], list[list[str]]]]:
         rows.append([*row, of, time_text(one.seconds), time_text(one.seconds * one.replicas)])
     made = {"Results": (["run", *header, "steps", "train time", "replica time"], rows)}
     if names := differing_flags(runs):
-        cells = [[one.name, *(_plain(one.flags.get(name)) for name in names)] for one in runs]
+        cells = [[one.name, *(_plain(one.flag(name)) for name in names)] for one in runs]
         made["Flags that differ"] = (["run", *names], cells)
     return made
 
@@ -133,7 +133,7 @@ def _to_json(one: Run, runs: list[Run]) -> dict[str, object]:
         "run": one.name,
         "step": one.step,
         "until": one.until,
-        "flags": {name: one.flags.get(name) for name in differing_flags(runs)},
+        "flags": {name: one.flag(name) for name in differing_flags(runs)},
         "results": {name: dataclasses.asdict(best) for name, best in one.results().items()},
         "train_seconds": one.seconds,
         "replica_seconds": one.seconds * one.replicas,

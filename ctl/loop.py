@@ -337,8 +337,9 @@ class Loop:
             progress: whether to show a progress bar; by default, if standard output is a terminal
                 or the cell of a notebook, no other bar is shown, and not ``eager``.
             eager: runs the same steps without graphs, one per call and without XLA, so that
-                ``print``, ``breakpoint()`` and NumPy work in the step. The numbers are the same up
-                to rounding. Slow; not with several workers, parameter servers or TPUs.
+                ``print``, ``breakpoint()`` and NumPy work in the step, and an error names what
+                made a NaN. The numbers are the same up to rounding. Slow; not with several workers,
+                parameter servers or TPUs.
             callbacks: of Keras, see `ctl.control.keras_callbacks.KerasCallbacks`; the same on all
                 workers.
 
@@ -360,7 +361,7 @@ class Loop:
         until = end_of_training(until, epochs, self.dataset)
         total = until if total is None else checked("total", total)
         scalars: dict[str, float] = {}
-        run = without_graphs(self.steps.run) if eager else self.steps.run
+        run = without_graphs(self.steps.run, self._divergence.origins) if eager else self.steps.run
         step = self.global_step
         runs = self._runs(step, until)
         with (
@@ -618,20 +619,20 @@ class Loop:
         until: int | None = None,
         *,
         epochs: float | None = None,
-        evaluate_every: int | None = None,
+        evaluate_every: int | str | None = None,
         on_progress: OnProgress | None = None,
         progress: bool | None = None,
         eager: bool = False,
         callbacks: Sequence[keras.callbacks.Callback] = (),
     ) -> dict[str, float]:
         """Trains until step ``until`` or the end of ``epochs`` (see `train`), or until an action
-        ends the training. Saves and evaluates every ``evaluate_every`` steps, by default at the end
-        of each epoch, and at the end. If the current step is due but not evaluated, as after a
-        restore, evaluates first. Returns the results of the last evaluation. Traces the evaluation
-        first, so that its mistakes are known before the first step. For ``progress``, ``callbacks``
-        and ``eager``, which traces nothing, see `train`. Raises `UsageError` if ``evaluate_every``
-        is not a whole number of at least 1, or epochs have no known length; also as `train` and
-        `evaluate` do."""
+        ends the training. Saves and evaluates every ``evaluate_every`` steps, or epochs
+        (``"0.5ep"``), by default at the end of each epoch, and at the end. If the current step is
+        due but not evaluated, as after a restore, evaluates first. Returns the results of the last
+        evaluation. Traces the evaluation first, so that its mistakes are known before the first
+        step. For ``progress``, ``callbacks`` and ``eager``, which traces nothing, see `train`.
+        Raises `UsageError` if ``evaluate_every`` is not a whole number of at least 1 or a number of
+        epochs, or epochs have no known length; also as `train` and `evaluate` do."""
         until = end_of_training(until, epochs, self.dataset)
         every = evaluation_interval(evaluate_every, self.dataset)
         evaluator = self._evaluator()

@@ -259,7 +259,7 @@ def _run(
     from ctl.data.errors import translate_data_errors
 
     evaluation, test, others = prepared.evaluation, prepared.test, prepared.others
-    total = every = prepared.total_steps
+    total = prepared.total_steps
     assert loop.evaluator is not None
     tester = loop.evaluator.on(test) if test else None
     with (
@@ -268,8 +268,10 @@ def _run(
     ):
         if loop.global_step < total and not FLAGS.eager:
             logging.info("compiling the first step: this takes some seconds")
+        every: int | str = total
         if prepared.steps_per_epoch is not None or FLAGS["evaluate_every"].present:
-            every = prepared.every("evaluate_every")
+            every = FLAGS.evaluate_every
+            prepared.every("evaluate_every")  # its errors name the flag
         last = loop.train_and_evaluate(
             total, evaluate_every=every, on_progress=on_progress, eager=FLAGS.eager
         )

@@ -57,6 +57,24 @@ def test_the_table_and_the_json(zygote_without_tensorflow, runs):
     assert cells["steps"] == ["200", "100 of 200"] and cells["train time"] == ["20.0 s", "10.0 s"]
 
 
+def test_workers_are_replicas(tmp_path):
+    """`ctl.launch` tells them their number, by no flag."""
+    launched = make_run(tmp_path / "a", 0.1, replicas=None, workers=None)
+    config = json.loads((launched / "config.json").read_text())
+    counts = [{"step": 0, "time": 1e9, "count": 4}, {"step": 9, "time": 1e9, "count": 2}]
+    (launched / "config.json").write_text(json.dumps(config | {"workers": counts}))
+    two = make_run(tmp_path / "b", 0.1, replicas=2, workers=None)
+    one = make_run(tmp_path / "c", 0.1, replicas=None, workers=None)
+    runs = [read(path) for path in (launched, two, one)]
+    assert [run.replicas for run in runs] == [2, 2, 1]
+    assert "Flags that differ" not in tables(runs[:2])
+    header, rows = tables(runs)["Flags that differ"]
+    assert header == ["run", "replicas"] and [row[1] for row in rows] == ["2", "2", "not set"]
+    config |= {"workers": [{"count": "many"}]}  # not trusted
+    (launched / "config.json").write_text(json.dumps(config))
+    assert read(launched).replicas == 1
+
+
 def test_the_page_opens_offline_and_escapes_what_runs_say(zygote_without_tensorflow, tmp_path):
     evil = make_run(tmp_path / "r<b>un", 0.1, name=EVIL, optimizer=EVIL)
     other = make_run(tmp_path / "other", 0.2)

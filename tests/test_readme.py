@@ -7,11 +7,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import file_lists
+import keras
+import numpy as np
 import pytest
 from paths import ROOT, SUPPORT
 
@@ -27,8 +30,9 @@ README, ALL = TEXTS[PAGES[0]], "\n".join(TEXTS.values())
 LINES = 250  # README.md is read in one go; what is longer has a page of its own
 RUN = "/tmp/ctl-run"  # what the pages call a run; here it is another directory
 
-# Of other programs: TensorBoard, Chromium, pytest; of absl.
+# Of other programs: TensorBoard, Chromium, pytest, saved_model_cli; of absl.
 FOREIGN_FLAGS = {"logdir", "headless", "window", "screenshot", "flagfile", "all"}
+FOREIGN_FLAGS |= {"dir", "tag_set", "signature_def", "inputs", "input_exprs", "outdir", "overwrite"}
 
 
 @pytest.mark.parametrize("page", file_lists.pages(), ids=lambda page: page.parent.name)
@@ -113,7 +117,8 @@ def parse(zygote, zygote_without_tensorflow, tmp_path_factory):
 
 def test_the_flags_of_every_command_parse(parse, run, tmp_path):
     (tmp_path / "cat").mkdir()  # a folder of the reader's, and files
-    files = {"wine.csv": tmp_path / "wine.csv", "/tmp/ctl-clicks/train.txt": tmp_path / "train.txt"}
+    files = {name: tmp_path / name for name in ("wine.csv", "people.csv")}
+    files["/tmp/ctl-clicks/train.txt"] = tmp_path / "train.txt"
     for file in files.values():
         file.touch()
     (tmp_path / "tfds" / "mnist").mkdir(parents=True)
@@ -160,6 +165,22 @@ def test_the_programs_run(zygote, number, run, tmp_path):
     (tmp_path / "program.py").write_text(f"{text}\n\ndef run():\n    pass\n", encoding="utf-8")
     output = zygote.run("program", path=[tmp_path], TMPDIR=str(tmp_path)).stdout
     assert output.strip(), "a program of a page shows what it does"
+
+
+def test_an_export_predicts_from_the_command_line(run, tmp_path):
+    (block,) = (text for text in blocks("") if text.startswith("saved_model_cli"))
+    block = block.replace(RUN, str(run)).replace("/tmp/ctl-", f"{tmp_path}/")
+    shown = []
+    for line in block.splitlines():
+        program, *words = shlex.split(line)
+        if program == "saved_model_cli":
+            words = ["-m", "tensorflow.python.tools.saved_model_cli", *words]
+        command = [sys.executable, *words]
+        shown.append(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert "inputs['image']" in shown[0]
+    images, logits = np.load(tmp_path / "images.npy"), np.load(tmp_path / "logits/output_0.npy")
+    model = keras.saving.load_model(run / "export/model.keras")
+    np.testing.assert_allclose(logits, model(images), rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_quoted_of_the_code_is_there():

@@ -318,9 +318,30 @@ def test_diverged(zygote, tmp_path, on_nan):
         assert re.match(r"the loss is (nan|inf) at step \d; last good checkpoint: none; ", line)
     else:
         assert re.match(r"the last 100 updates, up to step 10\d, were skipped", line)
-    assert "try a lower learning rate" in line
+    assert "try a lower learning rate" in line and "; train again with --eager" in line
     assert intact_steps(tmp_path) == []
     assert records(tmp_path)  # JSON, although the loss may be none
+
+
+def test_a_nan_of_a_step_is_found(zygote, tmp_path):
+    """As the message says: the same command with --eager, from the last checkpoint."""
+    (tmp_path / "mine.py").write_text(
+        "import ctl, tensorflow as tf\n"
+        "class Mine(ctl.TrainStep):\n"
+        "    def loss(self, batch):\n"
+        "        losses, logits = super().loss(batch)\n"
+        "        left = tf.cast(12 - self.global_step, tf.float32)\n"
+        "        return losses + 0 * tf.sqrt(left), logits\n"
+    )
+    run = [TRAIN, f"--model_dir={tmp_path}/run", f"--step={tmp_path}/mine.py:Mine", "--noexport"]
+    run += ["--model=dense", "--train_steps=500", "--checkpoint_every=10"]
+    line = last_line(zygote.run(*run, exit_code=3))
+    assert line.startswith("the loss is nan at step 14; last good checkpoint: ")
+    assert "step-0000000010; try" in line and "; train from there with --eager (eager=" in line
+    for replicas in ("--replicas=1", "--replicas=2"):
+        line = last_line(zygote.run(*run, "--eager", replicas, exit_code=3))
+        found = f"the loss is nan at step 14; Sqrt made NaN in {tmp_path}/mine.py, line 6, in loss;"
+        assert line.startswith(found)
 
 
 def test_an_attempt_that_was_given_up_is_no_part_of_the_next(zygote, tmp_path):

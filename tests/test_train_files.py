@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from zygote import last_line
 
+from ctl.checkpoint import Reader
 from ctl.data.datasets import clicks
 
 pytestmark = pytest.mark.slow  # starts processes
@@ -66,6 +69,86 @@ def test_a_table(zygote, table, tmp_path):
     table.write_text(table.read_text().replace("elm", "oak").replace("\n1", "\n2"))
     again = zygote.run(*command, "--train_steps=40", "--global_batch_size=20", exit_code=4)
     assert "is from another run: content was" in last_line(again)
+
+
+def encoded(found: dict, row: dict[str, str]) -> list[float]:
+    """What an exported model takes, by its ``training_data.json``."""
+    numbers: list[float] = []
+    for name in found["features"]:
+        if name in found["words"]:
+            numbers += [float(row[name] == word) for word in found["words"][name]]
+        else:
+            numbers.append(float(row[name] or found["missing"][name]))
+    return numbers
+
+
+def test_a_table_with_words_and_missing_values(zygote, tmp_path):
+    """The flags that a message names work; evaluation, a resume and the export have the words and
+    the means of the training, on one and on two replicas."""
+    random = np.random.default_rng(0)
+    lines = ["name,sex,age,port,survived"]
+    for n in range(120):
+        sex = random.choice(["male", "female"])
+        age = "" if n % 5 == 0 else f"{random.integers(1, 280) / 4:g}"
+        port = "" if n == 7 else random.choice(["C", "Q", "S"])
+        lines.append(f"Mr. {n},{sex},{age},{port},{int(sex == 'female')}")
+    path = tmp_path / "people.csv"
+    path.write_text("\n".join([*lines, ""]))
+    options = ["--global_batch_size=20", "--learning_rate=0.03", "--schedule=constant"]
+
+    def train(name, steps, *flags, **kwargs):
+        run = tmp_path / name
+        command = [TRAIN, f"--model_dir={run}", f"--dataset={path}", *options, *flags]
+        return zygote.run(*command, f"--train_steps={steps}", **kwargs)
+
+    refused = train("whole", 30, exit_code=2)
+    assert "'age' has no value, as in 24 of 120 rows: add --missing=mean" in last_line(refused)
+    (hint,) = (line for line in refused.stderr.splitlines() if "text is left out" in line)
+    flags = [hint.partition("give them: ")[2], "--missing=mean"]
+    assert flags[0] == "--features=sex,age,port"
+    whole = train("whole", 30, *flags)
+    found = json.loads((tmp_path / "whole" / "config.json").read_text())["data"]
+    assert found["words"] == {"sex": ["female", "male"], "port": ["C", "Q", "S"]}
+    rows = list(csv.DictReader(lines))
+    chosen = np.random.RandomState(0).permutation(120)[:108]
+    ages = [float(rows[n]["age"]) for n in chosen if rows[n]["age"]]
+    assert found["missing"] == {"sex": "", "age": math.fsum(ages) / len(ages), "port": ""}
+    assert any(line.split()[:2] == ["port", "one-hot"] for line in whole.stderr.splitlines())
+
+    (result,) = (line.split() for line in whole.stdout.splitlines() if "train[90%:]" in line)
+    assert float(result[-1]) == 1
+    run = f"--model_dir={tmp_path}/whole"
+    shown = json.loads(zygote.run(EVALUATE, run, "--json").stdout)
+    assert shown["loss"] == pytest.approx(float(result[2]), abs=1e-4)
+    other = tmp_path / "more.csv"
+    other.write_text("port,survived,age,sex\nX,1,,female\nS,0,30,male\n,1,,female\n")
+    exported = tmp_path / "whole/export/model.keras"
+    for which in (run, f"--model={exported}"):  # the age is filled by the mean of the training
+        shown = zygote.run(EVALUATE, which, f"--dataset={other}", "--json")
+        assert json.loads(shown.stdout)["accuracy"] == 1
+        assert "port has words that the training examples do not have; they are as" in shown.stderr
+    model = tf.keras.models.load_model(exported)
+    kept = json.loads((exported.parent / "training_data.json").read_text())
+    assert {**kept, "examples": 0} == {**found, "examples": 0}
+    table = np.float32([encoded(kept, row) for row in rows])
+    held = np.setdiff1d(np.arange(120), chosen)
+    labels = np.array([int(rows[n]["survived"]) for n in held])
+    logits = tf.constant(model(table[held]))
+    loss = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+    assert float(tf.reduce_mean(loss)) == pytest.approx(float(result[2]), abs=1e-4)
+
+    train("resumed", 13, *flags)
+    train("resumed", 30, *flags)
+    train("two", 30, *flags, "--replicas=2")
+    weights = {}
+    for name in ("whole", "resumed", "two"):
+        reader = Reader(tmp_path / name)
+        weights[name] = {key: reader[key] for key in reader.tensors if key.startswith("model/")}
+    for key, value in weights["whole"].items():
+        np.testing.assert_array_equal(weights["resumed"][key], value)
+        np.testing.assert_allclose(weights["two"][key], value, rtol=1e-4, atol=1e-6)
+    again = train("whole", 30, *flags[:1], "--missing=drop", exit_code=2)
+    assert '--missing was "mean", is "drop"' in last_line(again)
 
 
 def test_numbers_to_predict(zygote, table, tmp_path):

@@ -260,6 +260,10 @@ EARLY = [
     (["--init_from=/nonexistent/no"], "--init_from=/nonexistent/no: no such file or directory"),
     (["--tokenizer=gone.model"], "there is no file gone.model of a tokenizer"),
     (["--record_schema=label:int65"], "--record_schema: label has no type int65; the types are "),
+    (
+        ["--missing=mean"],
+        "--missing has no effect with --dataset=fashion_mnist_mini: it is for your",
+    ),
     (["--record_schema=a:int64"], "--record_schema has no effect with --dataset=fashion_mnist_mi"),
     (["--tokenizer=mine.py"], "mine.py is neither a .model of SentencePiece nor a .json of tok"),
     (["--freeze=conv*", "--reinit=head"], "--reinit has no effect without --init_from"),

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ctl.base.remote import located, opened, scandir
+from ctl.base.remote import is_folder, located, opened, scandir
 from ctl.base.stores import is_url
 from ctl.errors import UsageError
 
@@ -109,6 +109,9 @@ TOKENIZERS = {".model": "sentencepiece", ".json": "tokenizers"}
 
 # What the labels are that a loss takes.
 CLASSES, BINARY, NUMBERS = "classes", "binary", "numbers"
+
+# What becomes of the values that a table lacks.
+MEAN, DROP = "mean", "drop"
 
 # How code of the user's is named.
 # Trains a language model on the text in {path}.
@@ -212,9 +215,13 @@ def is_path(dataset: str) -> bool:
     return dataset.startswith((".", "/", "~")) or is_url(dataset) or known
 
 
+_SHARD = re.compile(r"-\d+-of-\d+$")
+
+
 def suffix(path: str) -> str:
-    """The end of a file's name that says what is in it: ``.csv``, also of ``data.CSV.gz``."""
-    name = path.lower().removesuffix(".gz")
+    """The end of a file's name that says what is in it: ``.csv``, also of ``data.CSV.gz``, and of
+    ``data.csv-00000-of-00002``."""
+    name = _SHARD.sub("", path.lower()).removesuffix(".gz")
     dot = name.rfind(".", name.rfind("/") + 2)
     return name[dot:] if dot > 0 else ""
 
@@ -256,9 +263,9 @@ def click_files(dataset: str) -> list[str]:
 
 
 def _entries(dataset: str) -> list[Any]:
-    """What is in a folder; nothing of a file."""
+    """What is in a folder, or what a pattern names; nothing of a file."""
     path = located(dataset)
-    return [*scandir(path)] if path.is_dir() else []
+    return [*scandir(path)] if is_folder(path) else []
 
 
 # A number and a category of a `tf.train.Example` of click data: the length of the key and the key.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fnmatch
 import functools
 import gzip
 import hashlib
@@ -208,14 +209,29 @@ def located(path: PathLike, cache: str | None = None) -> AnyPath:
     return StorePath(text, cache) if is_url(text) else Path(text).expanduser()
 
 
+def is_pattern(path: AnyPath) -> bool:
+    """Whether the last part of ``path`` is a pattern of file names, such as ``*.tfrecord``."""
+    return any(sign in path.name for sign in "*?[") and not path.exists()
+
+
+def is_folder(path: AnyPath) -> bool:
+    """Whether ``path`` may name several files: it is a folder, or `is_pattern`."""
+    return path.is_dir() or is_pattern(path)
+
+
 def scandir(folder: AnyPath) -> Iterable[Any]:
-    """What is in a folder, with the ``name``, ``path``, ``is_dir()`` and ``is_file()`` of each."""
+    """What is in a folder, or there has the names of a pattern (`is_pattern`), with the ``name``,
+    ``path``, ``is_dir()`` and ``is_file()`` of each."""
+    if is_pattern(folder):
+        names = folder.name
+        return [one for one in scandir(folder.parent) if fnmatch.fnmatchcase(one.name, names)]
     return folder.iterdir() if isinstance(folder, StorePath) else os.scandir(folder)
 
 
 def inside(folder: AnyPath) -> list[AnyPath]:
-    """What is in a folder, in order."""
-    return [folder / name for name in sorted(entry.name for entry in scandir(folder))]
+    """The paths of what `scandir` finds, in order."""
+    place = folder.parent if is_pattern(folder) else folder
+    return [place / name for name in sorted(entry.name for entry in scandir(folder))]
 
 
 def unzipped(file: BinaryIO, name: str) -> BinaryIO:

@@ -28,7 +28,7 @@ _LIGHT_RULES = {
     ".page": "fill: #ffffff",
     ".frame": "fill: none; stroke: #818b98",
     ".grid": "stroke: #e4e8ec",
-    "text": f"font: 12px {FONT}; fill: {LIGHT_SOFT}",
+    "text": f"font-family: {FONT}; font-size: 12px; fill: {LIGHT_SOFT}",
     "text.title": f"font-size: 16px; font-weight: 600; fill: {LIGHT_INK}",
     ".x": "text-anchor: middle",
     ".y": "text-anchor: end",
@@ -134,6 +134,9 @@ def document(
 ) -> str:
     """An SVG document of its own, for light and dark pages, with a background.
 
+    Elements have the light rules as attributes: some programs read no selectors of descendants,
+    which a part of a page needs, and make a height of "auto" 0, outside of a screen.
+
     Args:
         kind: its class, for which alone its style holds: in a notebook, it is a part of a page.
         width, height: pixels.
@@ -142,16 +145,35 @@ def document(
         light, dark: rules for other classes, see `style`.
         title: describes it for screen readers.
     """
-    rules = style(_LIGHT_RULES | dict(light), _DARK_RULES | dict(dark), f"svg.{kind} ")
+    fits = f"@media screen {{\nsvg.{kind} {{ max-width: 100%; height: auto }}\n}}\n"
+    rules = fits + style({}, _DARK_RULES | dict(dark), f"svg.{kind} ").lstrip()
     size = f'width="{number(width)}" height="{number(height)}"'
     label = f"<title>{escape(title)}</title>\n" if title else ""
-    body = "\n".join([f'<rect class="page" {size}/>', *parts])
+    drawn = "\n".join([f'<rect class="page" {size}/>', *parts])
+    body = _with_attributes(drawn, _LIGHT_RULES | dict(light))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="{kind}" '
         f'viewBox="0 0 {number(width)} {number(height)}" {size} '
-        f'style="max-width: 100%; height: auto" role="img">\n{label}'
+        f'role="img">\n{label}'
         f"<style>\n{rules}</style>\n{body}\n</svg>\n"
     )
+
+
+def _with_attributes(elements: str, rules: Mapping[str, str]) -> str:
+    """``elements`` with what the ``rules`` say of each, later ones first. Selectors are a tag, a
+    class, or both."""
+
+    def attributes(found: re.Match[str]) -> str:
+        tag, kinds = found[1], (found[2] or "").split()
+        declared: dict[str, str] = {}
+        for selector, rule in rules.items():
+            name, _, kind = selector.partition(".")
+            if name in ("", tag) and (not kind or kind in kinds):
+                declared |= dict(each.split(": ", 1) for each in rule.split("; "))
+        added = (f' {name}="{escape(value)}"' for name, value in declared.items())
+        return found[0] + "".join(added)
+
+    return re.sub(r'<(text|line|rect|path)\b(?: class="([^"]*)")?', attributes, elements)
 
 
 def _class(kind: str) -> str:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+_CALLBACKS = "tensorflow.python.framework.op_callbacks"
 _AUTOGRAPH = "tensorflow.python.autograph.core.config"
 _MANAGER = "experimental_acd_manager"
 _CONTEXT = "tensorflow.python.eager.context"
@@ -59,6 +60,39 @@ def run_independently(operation: tf.Operation) -> None:
     manager = getattr(operation.graph, _MANAGER)
     if manager is not None:  # None in a graph that no tf.function made, where nothing is ordered
         manager.run_independently(operation)
+
+
+def no_operations_seen() -> str | None:
+    """Says why operations cannot be watched, see `seeing_operations`; None if they can."""
+    lost = "a training without graphs cannot name the operation that makes a NaN"
+    return _without(_CALLBACKS, lost, "add_op_callback", "remove_op_callback")
+
+
+@contextlib.contextmanager
+def seeing_operations(see: Callable[[str, Sequence[Any], Sequence[Any]], None]) -> Iterator[None]:
+    """While inside, ``see`` gets the kind, the inputs and the outputs of each operation that runs
+    without a graph, in this thread and in those of its replicas. Does nothing without
+    `no_operations_seen`."""
+    callbacks = None if no_operations_seen() else _import(_CALLBACKS)
+
+    def called(
+        kind: str,
+        inputs: Sequence[Any],
+        attributes: Any,
+        outputs: Sequence[Any],
+        op_name: Any = None,
+        graph: Any = None,
+    ) -> None:
+        if graph is None:
+            see(kind, inputs, outputs)
+
+    if callbacks:
+        callbacks.add_op_callback(called)
+    try:
+        yield
+    finally:
+        if callbacks:
+            callbacks.remove_op_callback(called)
 
 
 def copy_here(variable: tf.Variable) -> tf.Variable:

@@ -37,6 +37,20 @@ class _Wanted(NamedTuple):
     fresh: bool
 
 
+class Loaded(dict[str, np.ndarray]):
+    """What `load_weights` has assigned. A cell of a notebook shows it as one line."""
+
+    def __init__(self, model: keras.Model, given: Mapping[str, np.ndarray]):
+        super().__init__(given)
+        models = model.items() if isinstance(model, Models) else [("", model)]
+        paths = [f"{name}/{v.path}".lstrip("/") for name, one in models for v in one.weights]
+        self._kept = [path for path in paths if path not in self]
+
+    def __repr__(self) -> str:
+        kept = f"; {len(self._kept)} are as before: {first_three(self._kept)}" if self._kept else ""
+        return f"<{len(self)} weights were read{kept}>"
+
+
 _Pairs = list[tuple[_Wanted, np.ndarray]]
 
 
@@ -70,7 +84,8 @@ def load_weights(
 
     Returns:
         The values that were assigned, by the path of their variable; of several models after the
-        name: ``g/dense/kernel``.
+        name: ``g/dense/kernel``. A dict that is shown as one line: how many were read, and which
+        weights of the model are as before.
 
     Raises:
         UsageError: there is nothing to read, no such layer, or weights differ; three are named.
@@ -83,7 +98,7 @@ def load_weights(
             "layer of --reinit", part, [n for n in known if n not in layers or layers[n].weights]
         )
     if isinstance(model, Models):
-        return _load_each(model, path, reinit)
+        return Loaded(model, _load_each(model, path, reinit))
     if isinstance(path, Mapping):
         raise UsageError(f"the weights of model {model.name} are one path, not a dict: it is one")
     path, fresh = bring(path), {id(v) for part in reinit for v in layers[part].weights}
@@ -92,7 +107,7 @@ def load_weights(
             raise UsageError(f"{path} holds several models: give one, such as {exported[0]}")
         path = path / name / KERAS_FILE
     if path.name.endswith(".weights.h5"):
-        return _read_by_keras(model, path, [layers[name] for name in reinit], fresh)
+        return Loaded(model, _read_by_keras(model, path, [layers[name] for name in reinit], fresh))
     stale_variables = [v for v in model.weights if id(v) not in fresh]
     source = _read(path, model, stale_variables, name)
     # A checkpoint has TensorFlow's names; those of a subclassed model leave its layers out.
@@ -134,7 +149,7 @@ def load_weights(
     used = {id(value) for _, value in pairs}
     if unused := [one.name for one in others if id(one.value) not in used]:
         logging.warning("%s has weights that are not used: %s", path, first_three(unused))
-    return {one.variable.path: value for one, value in pairs}
+    return Loaded(model, {one.variable.path: value for one, value in pairs})
 
 
 def _pairs(

@@ -10,6 +10,7 @@ from absl import logging
 
 from ctl.checkpoint.manager import CheckpointManager
 from ctl.control.copies import check_copies
+from ctl.control.eager import Origins, can_be_eager
 from ctl.data.dataset import Dataset
 from ctl.distributed import workers
 from ctl.distributed.watch import watchdog
@@ -34,6 +35,7 @@ class Divergence:
         self._checkpoints = checkpoints
         self._skipped_in_a_row = 0
         self._first = True
+        self.origins = Origins()  # of NaN and Inf in steps without graphs
 
     def check(self, step: int, steps: int, loss: float, outcome: CallResult, skipped: int) -> None:
         """Checks one call of the loop. All workers must call it.
@@ -102,6 +104,11 @@ class Divergence:
             except CheckpointError as error:
                 logging.error("%s", error)
             good = self._checkpoints.latest()
+        if found := str(self.origins):
+            what += f"; {found}"
+        elif remedy == _REMEDY and can_be_eager(self._step.strategy):
+            again = "from there" if good else "again"
+            remedy += f"; train {again} with --eager (eager=True) to see which operation makes it"
         raise DivergedError(
             f"{what}; last good checkpoint: {good.path if good else 'none'}; {remedy}"
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from ctl.base.bounds import checked
 from ctl.errors import UsageError
+from ctl.flags.durations import length_from
 
 # Corrects rounding in whole products such as 97 * (60000 / 97): it is more than the error of
 # float64 up to 1e9 steps, and less than one example in a batch of 1e5.
@@ -46,11 +47,15 @@ def end_of_training(until: int | None, epochs: float | None, dataset: Any) -> in
     return max(1, end_of(checked("epochs", epochs), _length_of_epoch(dataset, "until=STEPS")))
 
 
-def evaluation_interval(evaluate_every: int | None, dataset: Any) -> float:
-    """Steps between two evaluations: ``evaluate_every``, or those of an epoch. Raises `UsageError`
-    if it is no whole number from 1, or epochs have no known length."""
+def evaluation_interval(evaluate_every: int | str | None, dataset: Any) -> float:
+    """Steps between two evaluations, from 1 on: ``evaluate_every``, or those of an epoch. Of epochs
+    (``"0.5ep"``), they need not be whole, so that evaluations stay at their ends. Raises
+    `UsageError` if it is no whole number from 1, or epochs have no known length."""
     if evaluate_every is None:
         return _length_of_epoch(dataset, "evaluate_every=STEPS")
+    if isinstance(evaluate_every, str):
+        epoch = steps_per_epoch(dataset)
+        return max(1.0, length_from("evaluate_every", evaluate_every, epoch))
     return checked("evaluate_every", evaluate_every)
 
 

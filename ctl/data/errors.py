@@ -25,6 +25,8 @@ _REFUSED = re.compile(re.escape(REFUSED).replace(r"\{\}", "(.*?)"))
 _LABEL = re.compile(rf"\[{re.escape(NO_CLASS)}\] \[(-?\d+)\] \[(\d+)\]")
 # TensorFlow raises the error of exhausted memory for a full disk, too.
 _FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
+# What a pipeline puts before the message of an operation in it.
+_IN_PIPELINE = re.compile(r"Error in user-defined function passed to .*? with iterator: \S+: ")
 # Operations that TFDS decodes examples with.
 _UNDECODABLE = re.compile(r"\b(Decode(Image|Png|Jpeg|Bmp|Gif|Raw)|Parse(Single)?Example)")
 
@@ -76,7 +78,8 @@ def translate_data_errors(dataset: Any, *others: Any) -> Iterator[None]:
 
 
 def _reason(error: tf.errors.OpError) -> str:
-    """The first line of the message that describes neither the graph nor its source code."""
-    lines = re.sub(r"\{\{.*?\}\} ?", "", error.message).splitlines()
+    """The first line of the message that describes neither the graph, the pipeline nor their source
+    code."""
+    lines = _IN_PIPELINE.sub("", re.sub(r"\{\{.*?\}\} ?", "", error.message)).splitlines()
     about_graph = re.compile(r"\s|$|Graph execution error|Detected at|\(\d+\) |\d+ root error")
     return next((line for line in lines if not about_graph.match(line)), type(error).__name__)[:200]

@@ -19,6 +19,8 @@ from ctl.base.names import (
     BINARY,
     CLASSES,
     CLICKS,
+    DROP,
+    RECORDS,
     TABLES,
     TARS,
     click_day,
@@ -26,7 +28,15 @@ from ctl.base.names import (
     has_table,
     suffix,
 )
-from ctl.base.remote import AnyPath, PathLike, inside, located, map_of
+from ctl.base.remote import (
+    AnyPath,
+    PathLike,
+    inside,
+    is_folder,
+    is_pattern,
+    located,
+    map_of,
+)
 from ctl.data import clicks, image_files, image_tars, index, tables
 from ctl.data.dataset import DatasetInfo
 from ctl.data.image_tars import ImageTars
@@ -58,7 +68,8 @@ class Files:
 
     Attributes:
         schema: JSON. What the data of a run have alike: ``image_shape``, ``features``, ``labels``,
-            ``classes``, ``mean``, ``deviation``; and what was found: ``columns``, ``examples``.
+            ``classes``, ``words``, ``missing``, ``mean``, ``deviation``; and what was found:
+            ``columns``, ``examples``.
     """
 
     def __init__(
@@ -71,6 +82,7 @@ class Files:
         loss_of: str = CLASSES,
         schema: Mapping[str, Any] | None = None,
         record_schema: str | None = None,
+        missing: str | None = None,
     ):
         """Reads tables, and looks for images.
 
@@ -84,6 +96,9 @@ class Files:
             schema: of the training data, if this is other data for the same model.
             record_schema: the features of TFRecord files that are read, and their types, such as
                 ``"image:uint8[28,28],label:int64"``; by default all, by what they hold.
+            missing: what becomes of the values that a table lacks: with ``"mean"``, features have
+                the mean of the training examples, and text no word; with ``"drop"``, the rows are
+                left out. By default, they are refused.
 
         Raises:
             UsageError: the data are missing, damaged or not suitable.
@@ -97,18 +112,20 @@ class Files:
             self._sources = {part: clicks.source(of, path.name) for part, of in parts.items()}
             self._info = clicks.info(path.name)
         elif found := _tables(path, record_schema):
-            choice = Choice(known["features"], known["labels"], known["classes"])
+            whole = _part(found, path)
+            choice = Choice(*(known[name] for name in Choice._fields))
             if not known["features"]:
-                choice = tables.choose(_part(found, path), features, labels, loss_of)
-                if hint := tables.comma_hint(_part(found, path), f"{path.name}: "):
+                choice = tables.choose(whole, features, labels, loss_of, missing)
+                if hint := tables.comma_hint(whole, f"{path.name}: "):
                     logging.warning("%s", hint)
-            self._columns = tables.described(_part(found, path), choice)
-            self.schema |= choice._asdict() | {"columns": self._columns}
+                if features is None and (hint := tables.words_hint(whole, choice)):
+                    logging.info("%s: %s", path.name, hint)
+            self._whole, self._missing, self._is_of_model = whole, missing, bool(known["features"])
+            self._is_fitted = self._is_of_model
+            self._set_choice(choice)
             self._info = DatasetInfo(path.name)
             for part, table in found.items():
-                rows, targets = tables.arrays(table, choice)
-                targets = targets if loss_of == CLASSES else targets.astype(np.float32)
-                self._sources[part] = Arrays((rows, targets))
+                self._sources[part] = _Rows(table, choice, missing, self._is_of_model, loss_of)
             self._set_info(choice, loss_of, known)
         else:
             images = _images(path)
@@ -125,23 +142,27 @@ class Files:
             self.schema |= {"image_shape": shape, "classes": names}
 
     def _set_info(self, choice: Choice, loss_of: str, known: Mapping[str, Any]) -> None:
-        """Sets what the info of a table is, but for its mean. A column of 0 and 1 for a loss of
-        these has two classes, as text has."""
-        features, labels = self._sources["train"].arrays
+        """Sets what the info of a table is, but for what follows from the training examples. A
+        column of 0 and 1 for a loss of these has two classes, as text has."""
+        labels = self._sources["train"].labels
         names = choice.classes
-        every = [source.arrays[1] for source in self._sources.values()]
+        every = [source.labels for source in self._sources.values()]
         if loss_of == BINARY and labels.ndim == 1 and all(map(are_classes, every)):
             names = names or ("0", "1")
         classes = len(choice.classes) if loss_of == CLASSES else None
         self._info = dataclasses.replace(
             self._info,
             class_names=names,
-            image_shape=features.shape[1:],
             num_classes=classes,
             num_outputs=None if classes else labels[0].size,
             mean=known["mean"],
             deviation=known["deviation"],
         )
+
+    def _set_choice(self, choice: Choice) -> None:
+        """Sets how columns become numbers, and what is said of it."""
+        self._choice, self._columns = choice, tables.described(self._whole, choice)
+        self.schema |= choice._asdict() | {"columns": self._columns}
 
     def evaluation(self, *, whole: bool = False) -> str:
         """What to evaluate on: ``test``, or else ``validation``; or else the last tenth of
@@ -244,7 +265,11 @@ class Files:
             if not self._info.class_names:
                 raise UsageError(f"{self._info.name} has no classes: leave out --oversample")
             rows = rows[oversampled(self._labels(part)[rows])]
-        source: Any = self._sources[part].part(rows)
+        source: Any = self._sources[part]
+        if isinstance(source, _Rows):
+            source = self._arrays(source, rows, training)
+        else:
+            source = source.part(rows)
         if training and self._columns and source.arrays[0].ndim == 2:
             values = source.arrays[0].astype(np.float64)
             deviation = values.std(axis=0)
@@ -267,10 +292,25 @@ class Files:
             seed=seed,
         )
 
+    def _arrays(self, source: _Rows, rows: np.ndarray, training: bool) -> Arrays:
+        """The examples ``rows``, int64 [n], of a table. Those of a training decide what stands
+        for words and for values that are missing."""
+        table = source.table.take(rows)
+        if training and not self._is_of_model:
+            self._set_choice(tables.fitted(table, self._choice, self._missing))
+            self._is_fitted = True
+        if not self._is_fitted and (self._choice.words or self._choice.missing):
+            raise UsageError(
+                f"{self._info.name}: load the training data first: words and means are theirs"
+            )
+        examples = tables.features(table, self._choice)
+        self._info = dataclasses.replace(self._info, image_shape=examples.shape[1:])
+        return Arrays((examples, source.labels[rows]))
+
     def _labels(self, part: str) -> np.ndarray:
         """The classes of all examples of a part, integers [N]."""
         source = self._sources[part]
-        labels = source.labels if isinstance(source, EncodedImages) else source.arrays[1]
+        labels = source.labels if isinstance(source, EncodedImages | _Rows) else source.arrays[1]
         return labels.astype(np.int64)
 
     def _counts(self, part: str, rows: np.ndarray) -> int | list[int]:
@@ -295,6 +335,33 @@ class Files:
         if self._info.class_names and not self._info.num_classes:  # one output
             lines.append(f"  the positive class, label 1, is {tables.plain(names[1])}")
         return lines
+
+
+class _Rows:
+    """The rows of a table. `Files` makes arrays of those that it loads.
+
+    Attributes:
+        table: without the rows that are left out.
+        labels: see `ctl.data.tables.labels`; float32 [N] if the loss takes no classes.
+    """
+
+    def __init__(
+        self, table: Table, choice: Choice, missing: str | None, is_other: bool, loss_of: str
+    ):
+        names = [name for name in (*choice.features, *choice.labels) if name in table.columns]
+        kept = tables.complete(table, names) if missing == DROP else table
+        if len(kept) < len(table):
+            logging.info(
+                "%s: %d of %d rows have no value in a column that is used, and are left out",
+                *(table.name, len(table) - len(kept), len(table)),
+            )
+        tables.check(kept, choice, not is_other)
+        targets = tables.labels(kept, choice)
+        self.table = kept
+        self.labels = targets if loss_of == CLASSES else targets.astype(np.float32)
+
+    def __len__(self) -> int:
+        return len(self.table)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -325,9 +392,10 @@ def _text(path: AnyPath) -> str:
 def _clicks(path: AnyPath) -> dict[str, list[AnyPath]]:
     """The files of click data by their part; none of other data."""
     found = click_files(_text(path))
-    if not path.is_dir():
+    if not is_folder(path):
         return {"train": [path]} if found else {}
-    files = [path / os.path.basename(file) for file in found]
+    by_name = {file.name: file for file in inside(path)}
+    files = [by_name[os.path.basename(file)] for file in found]
     if len(files) > 1 and click_day(files[0].name) is not None:
         return {"train": files[:-1], "test": files[-1:]}
     return _by_part(path, files, "click data")
@@ -337,7 +405,7 @@ def _tables(path: AnyPath, record_schema: str | None) -> dict[str, Table]:
     """The tables of a file, or of the files of a folder, by their part; none of other folders."""
     types = parse_record_schema(record_schema) if record_schema else None
     with index.readable(path):
-        if not path.is_dir():
+        if not is_folder(path):
             path.stat()
             if suffix(path.name) not in TABLES:
                 return {}
@@ -353,10 +421,16 @@ def _tables(path: AnyPath, record_schema: str | None) -> dict[str, Table]:
 
 
 def _by_part(path: AnyPath, files: Sequence[AnyPath], kind: str) -> dict[str, list[AnyPath]]:
-    """The ``files`` of a folder by their part, which their names begin with."""
+    """The ``files`` of a folder by their part, which their names begin with. Those of a pattern,
+    and of kinds that are often in several files, are all for the training if none names a part."""
+    words = [re.split(r"[-_.]", file.name.lower()) for file in files]
+    parts = [PARTS.get(first) for first, *_ in words]
+    may_be_of_one = is_pattern(path) or {suffix(file.name) for file in files} <= {RECORDS, TARS}
+    if files and may_be_of_one and PARTS.keys().isdisjoint(word for name in words for word in name):
+        logging.info("%s: for the training: %s", path, tables.listed(p.name for p in files))
+        return {"train": [*files]}
     found: dict[str, list[AnyPath]] = {}
-    for file in files:
-        part = PARTS.get(re.split(r"[-_.]", file.name.lower())[0])  # of train-00000-of-00002.csv
+    for file, part in zip(files, parts, strict=True):  # of train-00000-of-00002.csv
         if part is None:
             raise UsageError(
                 f"{path} has the {kind} {tables.listed(p.name for p in files)}: name them train "
@@ -445,13 +519,21 @@ def _samples(images: AnyPath | image_tars.Index) -> Iterator[bytes]:
 
 
 def _checked(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """What a schema says, as tuples; it is not trusted. Empty where it says nothing."""
+    """What a schema says, as tuples, and dicts of columns; it is not trusted. Empty where it says
+    nothing."""
     kinds: dict[str, Any] = {"features": str, "labels": str, "classes": str, "image_shape": int}
     kinds |= {"mean": (int, float), "deviation": (int, float)}
-    result = {}
+    result: dict[str, Any] = {}
     for name, kind in kinds.items():
         value = schema.get(name) or ()
         if not isinstance(value, list | tuple) or not all(isinstance(one, kind) for one in value):
             raise UsageError(f"config.json: the {name} of the data cannot be {str(value)[:80]}")
         result[name] = tuple(value)
+    of_columns: dict[str, Any] = {"words": (list, tuple), "missing": (int, float, str)}
+    for name, kind in of_columns.items():
+        value = schema.get(name) or {}
+        held = value.values() if isinstance(value, dict) else [None]
+        if not all(isinstance(one, kind) for one in held):
+            raise UsageError(f"config.json: the {name} of the data cannot be {str(value)[:80]}")
+        result[name] = value
     return result

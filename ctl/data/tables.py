@@ -14,6 +14,7 @@ import json
 import lzma
 import math
 import re
+import shlex
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,8 +22,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
-from ctl.base.names import BINARY, CLASSES, LANGUAGE_MODEL, NUMBERS, RECORDS, TABLES, suffix
+from ctl.base.names import (
+    BINARY,
+    CLASSES,
+    DROP,
+    LANGUAGE_MODEL,
+    MEAN,
+    NUMBERS,
+    RECORDS,
+    TABLES,
+    suffix,
+)
 from ctl.base.remote import AnyPath, on_disk, unzipped
 from ctl.data import index
 from ctl.data.records import compression
@@ -41,6 +53,8 @@ _BOOLS = {"true": 1.0, "false": 0.0}
 # 1,72 and 1.234,5; 1,234 and 1,234,567.8
 _COMMAS = re.compile(r"[-+]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?|[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
 _MOST_CLASSES = 1000
+_MOST_WORDS = 100  # of a column
+_MOST_PASTED = 1000  # characters of a flag
 _IMAGES = (b"\x89PNG\r\n", b"\xff\xd8\xff")
 _ROWS_AT_ONCE = 1 << 16
 _SHOWN = 40  # characters of a name or a value, and names of a list
@@ -57,18 +71,23 @@ class Table:
             missing; or numbers of any type and shape [N, ...].
         lines: the line of each row, int64 [N]; None where the file has none.
         files: the tables that were joined, if this is not of one file.
+        taken_from: the table of which these are some rows, and their numbers there, int64 [N].
     """
 
     name: str
     columns: dict[str, np.ndarray]
     lines: np.ndarray | None = None
     files: Sequence[Table] = ()
+    taken_from: tuple[Table, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
 
     def where(self, row: int) -> str:
         """Says where a row is, for messages."""
+        if self.taken_from:
+            whole, rows = self.taken_from
+            return whole.where(rows[row])
         for table in self.files:
             if row < len(table):
                 return table.where(row)
@@ -76,6 +95,11 @@ class Table:
         if self.lines is None:
             return f"{self.name}, row {row}"
         return f"{self.name}, line {self.lines[row]}"
+
+    def take(self, rows: np.ndarray) -> Table:
+        """The table of ``rows``, int64 [n]."""
+        columns = {name: column[rows] for name, column in self.columns.items()}
+        return Table(self.name, columns, taken_from=(self, rows))
 
 
 def read(path: AnyPath, record_schema: Mapping[str, Feature] | None = None) -> dict[str, Table]:
@@ -515,11 +539,22 @@ assert {*_READERS, RECORDS} == {*TABLES}
 
 
 class Choice(NamedTuple):
-    """The columns that are used, and the classes that the labels are; none for other numbers."""
+    """The columns that are used, and how they become numbers.
+
+    Attributes:
+        features, labels: names of columns.
+        classes: that the labels are; none for other numbers.
+        words: of each feature that is text, its texts in order. Each is a number of the example: 1
+            for the text that it has, 0 for the others.
+        missing: of each feature, what stands for a value that is missing; "" for no word. Empty
+            where no value may be missing.
+    """
 
     features: tuple[str, ...]
     labels: tuple[str, ...]
     classes: tuple[str, ...] = ()
+    words: Mapping[str, Sequence[str]] = {}
+    missing: Mapping[str, float | str] = {}
 
 
 def choose(
@@ -527,18 +562,23 @@ def choose(
     features: Sequence[str] | None = None,
     labels: Sequence[str] | None = None,
     loss_of: str = CLASSES,
+    missing: str | None = None,
 ) -> Choice:
     """Chooses the columns: as labels one of `LABELS`, or else the last; as features all others that
-    are numbers. An array of rank 2 or more is the only feature.
+    are numbers. An array of rank 2 or more is the only feature. Text is a feature if it is named,
+    and has few different texts.
 
     Args:
         table: to train on.
         features, labels: names of columns, instead of the choice.
         loss_of: what the loss takes, see `ctl.base.names.loss_of`. Text, and of `CLASSES` whole
             numbers, too, are the names of classes.
+        missing: `MEAN` fills the missing values of features, see `fitted`, and `DROP` leaves out
+            their rows, see `complete`; None for neither.
 
     Raises:
-        UsageError: there is no such column, or the labels suit no loss.
+        UsageError: there is no such column, the labels suit no loss, or a feature has too many
+            different texts.
     """
     columns = table.columns
     for what, names in (("features", features), ("labels", labels)):
@@ -562,14 +602,18 @@ def choose(
     if not features:
         text = any(columns[name].dtype == object for name in columns)
         command = LANGUAGE_MODEL.format(path=table.name)
+        words = _columns_of_words(table, labels)
         raise UsageError(
             f"{table.name} has no column of numbers but {listed(labels)}: features must be numbers"
+            f"{f', or words that you name{_flag(words)}' if words else ''}"
             f"{f'; for a language model of its text, give {command}' if text else ''}"
             f"{comma_hint(table)}"
         )
     if both := {*features} & {*labels}:
         raise UsageError(f"{table.name}: {quoted(min(both))} is in --features and in --labels")
-    chosen = Choice(tuple(features), tuple(labels))
+    table = complete(table, [*features, *labels]) if missing == DROP else table
+    _check_words(table, features)
+    chosen = fitted(table, Choice(tuple(features), tuple(labels)), missing)
     is_text = any(columns[name].dtype == object for name in labels)
     if not is_text and loss_of != CLASSES:
         return chosen
@@ -601,7 +645,7 @@ def _classes(table: Table, label: str) -> tuple[str, ...]:
             f"{table.name}: {quoted(label)} has the shape {list(column.shape)}, and a class is one "
             f"value: {regression}"
         )
-    _check_complete(table, label)
+    _check_labels(table, label)
     if column.dtype != object:
         if len(broken := np.flatnonzero(column != np.floor(column))):
             raise UsageError(
@@ -622,16 +666,53 @@ def _classes(table: Table, label: str) -> tuple[str, ...]:
     return tuple(map(str, distinct))
 
 
-def arrays(table: Table, choice: Choice) -> tuple[np.ndarray, np.ndarray]:
-    """Features and labels.
-
-    Returns:
-        float32 [N, columns], or an array as it is, images with a last axis of channels; and the
-        labels, int64 [N] of classes, else float32 [N] or [N, labels].
+def complete(table: Table, names: Iterable[str]) -> Table:
+    """The rows that have a value in each of the columns ``names``.
 
     Raises:
-        UsageError: a value is missing, is not finite, or is another class; or a column of features
-            is text.
+        UsageError: there is no such row.
+    """
+    names = [name for name in names if name in table.columns]
+    lacking = np.any([missing_rows(table.columns[name]) for name in names], axis=0)
+    if lacking.all():
+        raise UsageError(
+            f"{table.name}: no row has a value in each of {listed(names)}: name fewer columns with "
+            "--features"
+        )
+    return table.take(np.flatnonzero(~lacking)) if lacking.any() else table
+
+
+def fitted(table: Table, choice: Choice, missing: str | None = None) -> Choice:
+    """``choice`` with the words of ``table``, the training examples, and with ``missing`` = `MEAN`
+    with the means of their numbers, float64.
+
+    Raises:
+        UsageError: a column has no value there.
+    """
+    words: dict[str, tuple[str, ...]] = {}
+    instead: dict[str, float | str] = {}
+    for name in choice.features:
+        column = table.columns[name]
+        there = column[~missing_rows(column)]
+        if missing == MEAN and not len(there):
+            raise UsageError(
+                f"{table.name}: {quoted(name)} has no value in any training example: leave it out"
+                f"{_flag(other for other in choice.features if other != name)}"
+            )
+        if column.dtype == object:
+            words[name], instead[name] = tuple(sorted({*there.tolist()})), ""
+        elif column.ndim == 1 and missing == MEAN:
+            _check_size(table, name)
+            instead[name] = float(there.mean())
+    return choice._replace(words=words, missing=instead if missing == MEAN else {})
+
+
+def check(table: Table, choice: Choice, chosen_for_it: bool = True) -> None:
+    """Raises `UsageError` if a column is not there, or a value of a feature is missing, is not
+    finite, or is text that is no word.
+
+    Messages name flags that make another choice if this one was ``chosen_for_it``, and not for the
+    training data of a model.
     """
     for name in (*choice.features, *choice.labels):
         if name not in table.columns:
@@ -639,69 +720,162 @@ def arrays(table: Table, choice: Choice) -> tuple[np.ndarray, np.ndarray]:
                 f"{table.name} has no column {quoted(name)}, which the training data have; it has "
                 f"{listed(table.columns)}"
             )
-    return _features(table, choice.features), _labels(table, choice)
-
-
-def _features(table: Table, names: Sequence[str]) -> np.ndarray:
-    columns = []
-    for name in names:
+    for name in choice.features:
         column = table.columns[name]
-        if column.dtype == object:
-            row = next((r for r, text in enumerate(column) if not _is_number(text)), 0)
+        if column.dtype == object and name not in choice.words:
             raise UsageError(
-                f"{table.where(row)}: {quoted(name)} is {quoted(column[row])}, and features must "
-                "be numbers: leave it out of --features, or make numbers of it"
+                f"{_first_text(table, name)}, and features must be numbers: leave it out of "
+                "--features, or make numbers of it"
             )
-        if column.ndim > 1 and len(names) > 1:
+        if column.ndim > 1 and len(choice.features) > 1:
             raise UsageError(
                 f"{table.name}: {quoted(name)} has the shape {list(column.shape)}, which does not "
                 "go with other columns: name it alone with --features"
             )
-        whole = [other for other in names if not missing(table.columns[other]).any()]
-        leave_out = f", or leave it out: --features={','.join(whole)}" if whole else ""
-        _check_complete(table, name, f"fill them{leave_out}")
-        columns.append(column)
-    if columns[0].ndim == 1:
-        return np.stack(columns, axis=1).astype(np.float32)
-    (array,) = columns
-    if array.dtype == np.uint8 and array.ndim > 2:  # images, which the step scales
-        return array[..., np.newaxis] if array.ndim == 3 else array
-    return array.astype(np.float32)
+    _check_filled(table, choice, chosen_for_it)
+    for name in choice.features:
+        _check_size(table, name)
 
 
-def _labels(table: Table, choice: Choice) -> np.ndarray:
+def features(table: Table, choice: Choice) -> np.ndarray:
+    """The features of each row, of a table that passes `check`. Warns of words that ``choice`` does
+    not have: they are as no word, all zeros.
+
+    Returns:
+        float32 [N, numbers], in the order of the columns, and of the words of each; or the one
+        array as it is, images with a last axis of channels.
+    """
+    numbers = []
+    for name in choice.features:
+        column = table.columns[name]
+        if name in choice.words:
+            numbers.append(_one_hot(table, name, choice.words[name]))
+        elif column.ndim == 1:
+            if name in choice.missing:
+                column = np.where(np.isnan(column), choice.missing[name], column)
+            numbers.append(column[:, np.newaxis])
+        elif column.dtype == np.uint8 and column.ndim > 2:  # images, which the step scales
+            return column[..., np.newaxis] if column.ndim == 3 else column
+        else:
+            return column.astype(np.float32)
+    return np.concatenate(numbers, axis=1).astype(np.float32)
+
+
+def _one_hot(table: Table, name: str, words: Sequence[str]) -> np.ndarray:
+    """1 for the word that each row has, else 0: float64 [N, words]."""
+    places = {word: place for place, word in enumerate(words)}
+    texts = _texts(table.columns[name])
+    hot = np.zeros([len(table), len(words)])
+    for row, text in enumerate(texts):
+        if text in places:
+            hot[row, places[text]] = 1
+    if unknown := {*texts} - {*words, ""}:
+        logging.warning(
+            "%s: %s has words that the training examples do not have; they are as no word: %s",
+            *(table.name, plain(name), listed(sorted(unknown))),
+        )
+    return hot
+
+
+def _texts(column: np.ndarray) -> list[str]:
+    """The values of a column as words or classes: whole numbers without a point, "" for none."""
+    texts = []
+    for value in column.tolist():
+        if isinstance(value, str):
+            texts.append(value)
+        elif math.isnan(value):
+            texts.append("")
+        else:
+            texts.append(f"{value:.0f}" if float(value).is_integer() else str(value))
+    return texts
+
+
+def labels(table: Table, choice: Choice) -> np.ndarray:
+    """The labels of each row, of a table that passes `check`.
+
+    Returns:
+        int64 [N] of classes, else float32 [N] or [N, labels].
+
+    Raises:
+        UsageError: a value is missing, is not finite, or is another class.
+    """
     if not choice.classes:
         for name in choice.labels:
             if table.columns[name].dtype == object:
                 raise UsageError(f"{table.name}: {quoted(name)} is text, and must be numbers")
-            _check_complete(table, name)
+            _check_labels(table, name)
         columns = [table.columns[name] for name in choice.labels]
-        labels = columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
-        return labels.astype(np.float32)
+        numbers = columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
+        return numbers.astype(np.float32)
     (name,) = choice.labels
-    numbers = {text: number for number, text in enumerate(choice.classes)}
-    _check_complete(table, name)
+    classes = {text: number for number, text in enumerate(choice.classes)}
+    _check_labels(table, name)
     result = np.empty(len(table), np.int64)
-    for row, value in enumerate(table.columns[name].tolist()):
-        text = f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value)
-        if text not in numbers:
+    for row, text in enumerate(_texts(table.columns[name])):
+        if text not in classes:
             raise UsageError(
                 f"{table.where(row)}: {quoted(name)} is {quoted(text)}, which is no class of the "
                 f"training data; they have {listed(choice.classes)}"
             )
-        result[row] = numbers[text]
+        result[row] = classes[text]
     return result
+
+
+def words_hint(table: Table, choice: Choice) -> str:
+    """Which columns of text that are left out may be words, and the flag for it; "" for none."""
+    words = _columns_of_words(table, (*choice.features, *choice.labels))
+    if not words:
+        return ""
+    flag = _flag(name for name in table.columns if name in (*choice.features, *words))
+    return f"text is left out; to use the words of {listed(words)} as features, give them{flag}"
+
+
+def _columns_of_words(table: Table, others: Sequence[str]) -> list[str]:
+    """The columns that are text, but not ``others``, and have few different texts."""
+    commas = _columns_with_commas(table)
+    text = [name for name, column in table.columns.items() if column.dtype == object]
+    text = [name for name in text if name not in (*others, *commas)]
+    return [name for name in text if 0 < _count_words(table, name) <= _most_words(table)]
+
+
+def _count_words(table: Table, name: str) -> int:
+    return len({*table.columns[name].tolist()} - {""})
+
+
+def _most_words(table: Table) -> int:
+    return min(_MOST_WORDS, max(20, len(table) // 2))
+
+
+def _check_words(table: Table, names: Sequence[str]) -> None:
+    """Refuses columns of text with many different ones."""
+    text = [name for name in names if table.columns[name].dtype == object]
+    many = [name for name in text if _count_words(table, name) > _most_words(table)]
+    if many:
+        raise UsageError(
+            f"{_first_text(table, many[0])}, one of {_count_words(table, many[0])} texts in "
+            f"{len(table)} rows, too many for words: leave out {listed(many)}"
+            f"{_flag(name for name in names if name not in many)}{comma_hint(table)}"
+        )
+
+
+def _first_text(table: Table, name: str) -> str:
+    """Says where a column has a text that is no number."""
+    column = table.columns[name]
+    row = next((row for row, text in enumerate(column) if text and not _is_number(text)), 0)
+    return f"{table.where(row)}: {quoted(name)} is {quoted(column[row])}"
+
+
+def _flag(names: Iterable[str]) -> str:
+    """``: --features=…`` to paste, for messages; "" if there are none, or too many."""
+    joined_names = ",".join(names)
+    is_short = joined_names.isprintable() and len(joined_names) <= _MOST_PASTED
+    return f": --features={shlex.quote(joined_names)}" if joined_names and is_short else ""
 
 
 def comma_hint(table: Table, before: str = "; ") -> str:
     """Which columns are text because their numbers have commas, as ``1,72``, and what to do, after
     ``before``; "" for none."""
-    found = []
-    for name, column in table.columns.items():
-        if column.dtype == object and any("," in cell for cell in column):
-            cells = (cell for cell in column if cell.lower() not in _MISSING)
-            if all(_COMMAS.fullmatch(cell) for cell in cells):
-                found.append(name)
+    found = _columns_with_commas(table)
     if not found:
         return ""
     return (
@@ -710,7 +884,17 @@ def comma_hint(table: Table, before: str = "; ") -> str:
     )
 
 
-def missing(column: np.ndarray) -> np.ndarray:
+def _columns_with_commas(table: Table) -> list[str]:
+    found = []
+    for name, column in table.columns.items():
+        if column.dtype == object and any("," in cell for cell in column):
+            cells = (cell for cell in column if cell.lower() not in _MISSING)
+            if all(_COMMAS.fullmatch(cell) for cell in cells):
+                found.append(name)
+    return found
+
+
+def missing_rows(column: np.ndarray) -> np.ndarray:
     """The rows of a column that have no value, bool [N]."""
     if column.dtype == object:
         return column == ""
@@ -721,18 +905,45 @@ def missing(column: np.ndarray) -> np.ndarray:
     )
 
 
-def _check_complete(table: Table, name: str, remedy: str = "fill them") -> None:
-    """Refuses values that are missing, infinite or too large."""
+def _check_filled(table: Table, choice: Choice, chosen_for_it: bool) -> None:
+    """Refuses features that have no value, and nothing that stands for it."""
+    counts = {name: int(missing_rows(table.columns[name]).sum()) for name in choice.features}
+    lacking = {name: n for name, n in counts.items() if n and name not in choice.missing}
+    if not lacking:
+        return
+    said = [f"{plain(name)} in {count}" for name, count in [*lacking.items()][1:]]
+    also = f" (and {listed(said)})" if said else ""
+    remedy = "add --missing=drop, which leaves these rows out"
+    if chosen_for_it and all(table.columns[name].ndim == 1 for name in lacking):
+        mean = "--missing=mean, which takes the mean of the training examples"
+        remedy = f"add {mean}, or {remedy.removeprefix('add ')}"
+    if chosen_for_it and (whole := _flag(name for name in choice.features if name not in lacking)):
+        remedy += f", or leave {'them' if said else 'it'} out{whole}"
+    raise UsageError(_no_value(table, next(iter(lacking)), also, remedy))
+
+
+def _check_labels(table: Table, name: str) -> None:
+    """Refuses labels that are missing, infinite or too large."""
+    if missing_rows(table.columns[name]).any():
+        remedy = "fill them, or add --missing=drop, which leaves these rows out"
+        raise UsageError(_no_value(table, name, "", remedy))
+    _check_size(table, name)
+
+
+def _no_value(table: Table, name: str, also: str, remedy: str) -> str:
+    rows = np.flatnonzero(missing_rows(table.columns[name]))
+    return (
+        f"{table.where(rows[0])}: {quoted(name)} has no value, as in {len(rows)} of {len(table)} "
+        f"rows{also}: {remedy}"
+    )
+
+
+def _check_size(table: Table, name: str) -> None:
+    """Refuses values that are infinite or too large."""
     column = table.columns[name]
-    rows = np.flatnonzero(missing(column))
-    if len(rows):
-        raise UsageError(
-            f"{table.where(rows[0])}: {quoted(name)} has no value, as in {len(rows)} of "
-            f"{len(column)} rows: {remedy}"
-        )
     if column.dtype.kind == "f":
         flat = np.abs(column.reshape(len(column), -1))
-        rows = np.flatnonzero(flat.max(axis=1, initial=0) > np.finfo(np.float32).max)
+        rows = np.flatnonzero((flat > np.finfo(np.float32).max).any(axis=1))
         if len(rows):
             raise UsageError(f"{table.where(rows[0])}: {quoted(name)} is too large for float32")
 
@@ -742,9 +953,10 @@ def described(table: Table, choice: Choice) -> list[list[str]]:
     rows = [["column", "used as", "type", "minimum", "maximum", "missing"]]
     for name, column in table.columns.items():
         use = "feature" if name in choice.features else "label" if name in choice.labels else "-"
+        use = "one-hot" if name in choice.words else use
         low, high = "", ""
         if column.dtype == object:
-            kind = f"text, {len({*column.tolist()})} values"
+            kind = f"text, {_count_words(table, name)} values"
         else:
             finite = column[np.isfinite(column)]
             whole = column.dtype.kind != "f" or (finite == np.floor(finite)).all()
@@ -753,5 +965,9 @@ def described(table: Table, choice: Choice) -> list[list[str]]:
                 kind = f"{column.dtype} {'x'.join(map(str, column.shape[1:]))}"
             if finite.size:
                 low, high = f"{finite.min():g}", f"{finite.max():g}"
-        rows.append([plain(name), use, kind, low, high, str(int(missing(column).sum()))])
+        lacking = str(int(missing_rows(column).sum()))
+        if name in choice.missing and lacking != "0":
+            instead = choice.missing[name]
+            lacking += " as no word" if isinstance(instead, str) else f" as {instead:g}"
+        rows.append([plain(name), use, kind, low, high, lacking])
     return rows

@@ -65,7 +65,7 @@ _START = "only a run that begins uses it"
 _FIXED = {
     **dict.fromkeys(("dataset", "train_split", "num_examples", "global_batch_size"), _ORDER),
     **dict.fromkeys(("seed", "shuffle_block", "image_shape", "features", "labels"), _ORDER),
-    **dict.fromkeys(("oversample", "record_schema"), _ORDER),
+    **dict.fromkeys(("oversample", "record_schema", "missing"), _ORDER),
     "augment": "the checkpoints name the data with it",
     **dict.fromkeys(("model", "num_classes", "step", "optimizer", "ema_decay", "freeze"), _STATE),
     **dict.fromkeys(("table_rows", "embedding_dim", "bottom_units", "top_units"), _STATE),
@@ -150,6 +150,15 @@ def _workers(before: Mapping[str, Any], step: int, workers: int) -> list[dict[st
     return [*found, {"step": step, "time": time.time(), "count": workers}]
 
 
+def workers_of(model_dir: Path) -> int:
+    """How many workers have trained the run in ``model_dir``, when it was started last; 1 if it
+    does not say so."""
+    found = _read(model_dir).get("workers")
+    last = found[-1] if isinstance(found, list) and found else None
+    count = last.get("count") if isinstance(last, dict) else None
+    return count if type(count) is int and count > 0 else 1
+
+
 def _flagfile(names: Iterable[str], values: flags.FlagValues) -> str:
     """The flags that were given as lines of a flagfile, the others as comments: to give a default
     may mean another thing than to leave it out, see `ctl.flags.defaults`."""
@@ -215,7 +224,8 @@ def check_found(model_dir: Path, now: Mapping[str, Any]) -> None:
     """Raises `UsageError` if files of the user's, of which ``now`` says what they hold, have other
     columns, classes or sizes than those that the run in ``model_dir`` began with."""
     before = found(model_dir)
-    for name in ("features", "labels", "classes", "image_shape") if before else ():
+    names = "features", "labels", "classes", "words", "missing", "image_shape"
+    for name in names if before else ():
         was, is_now = (shown(of.get(name) or []) for of in (before, now))
         if was != is_now:
             raise UsageError(

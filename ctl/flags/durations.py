@@ -49,6 +49,13 @@ def steps_from(what: str, duration: int | float | str, steps_per_epoch: float | 
     Raises:
         UsageError: ``duration`` has another form, or ``steps_per_epoch`` is missing.
     """
+    # 1e-6 corrects rounding in whole products such as 97 * (60000 / 97): it is more than the error
+    # of float64 up to 1e9 steps, and less than one example in a batch of 1e5.
+    return math.ceil(length_from(what, duration, steps_per_epoch) - 1e-6)
+
+
+def length_from(what: str, duration: int | float | str, steps_per_epoch: float | None) -> float:
+    """As `steps_from`, but for epochs not rounded to a step."""
     match = _DURATION.fullmatch(str(duration).strip())
     if match is None or float(match[1]) > _MOST:
         raise UsageError(
@@ -67,9 +74,7 @@ def steps_from(what: str, duration: int | float | str, steps_per_epoch: float | 
         raise UsageError(
             f"{what}: {duration} counts epochs, and the length of an epoch is unknown: give steps"
         )
-    # 1e-6 corrects rounding in whole products such as 97 * (60000 / 97): it is more than the error
-    # of float64 up to 1e9 steps, and less than one example in a batch of 1e5.
-    return math.ceil(amount * steps_per_epoch - 1e-6)
+    return amount * steps_per_epoch
 
 
 def rates_from(what: str, rates: Iterable[float | str]) -> tuple[float, ...]:

@@ -28,7 +28,7 @@ from ctl.base.names import (
     is_click_text,
     suffix,
 )
-from ctl.base.remote import located, scandir, unzipped
+from ctl.base.remote import is_pattern, located, scandir, unzipped
 from ctl.base.stores import is_url
 from ctl.errors import UsageError
 
@@ -136,8 +136,17 @@ def check_path(path: str) -> None:
     """Raises `UsageError` if there is no file or folder ``path`` of data."""
     _check_no_text(path)
     place = located(path)
+    kinds = (*TABLES, TARS, CLICKS)
+    if is_pattern(place) and place.parent.is_dir():
+        names = [entry.name for entry in scandir(place)]
+        if others := [n for n in names if suffix(n) not in kinds and not is_click_text(n)]:
+            raise UsageError(
+                f"--dataset={path}: {others[0]} is no file that ctl reads: give files "
+                f"{', '.join(kinds)}"
+            )
+        if names:
+            return
     if place.exists():
-        kinds = (*TABLES, TARS, CLICKS)
         if place.is_file() and suffix(path) not in kinds and not is_click_text(path):
             raise UsageError(
                 f"--dataset={path} is no file that ctl reads: give a file {', '.join(kinds)}, or a "

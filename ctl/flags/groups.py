@@ -13,7 +13,7 @@ from absl import flags
 from ctl.base import names
 from ctl.base.block_cache import parsed
 from ctl.base.bounds import BOUNDS, checked
-from ctl.base.remote import located, without_slash
+from ctl.base.remote import is_folder, located, without_slash
 from ctl.base.stores import is_url
 from ctl.errors import UsageError
 from ctl.flags import defaults, durations, early
@@ -92,15 +92,23 @@ def define_data_flags(of_a_run: bool = False) -> None:
         flags.DEFINE_list(
             "features",
             None,
-            "Columns of a table to train on, e.g. age,fare (default: all of numbers but the "
-            "labels). They form one vector. Or features of a TFDS dataset: a/b is part b of "
-            "feature a, and several form a dict (default: an image).",
+            "Columns of a table to train on, e.g. age,fare,sex (default: all of numbers but the "
+            "labels). They form one vector, in which text has a number for each word. Or features "
+            "of a TFDS dataset: a/b is part b of feature a, and several form a dict (default: an "
+            "image).",
         )
         flags.DEFINE_list(
             "labels",
             None,
             "Columns to predict (default: label, labels, class, target or y of a table, or else "
             "its last column; of a TFDS dataset, required with --features).",
+        )
+        flags.DEFINE_enum(
+            "missing",
+            None,
+            [names.MEAN, names.DROP],
+            "What becomes of values that a table lacks: the mean of the training examples, and of "
+            "text no word; or drop, which leaves their rows out (default: they are refused).",
         )
         flags.DEFINE_string(
             "record_schema",
@@ -144,7 +152,7 @@ def define_data_flags(of_a_run: bool = False) -> None:
     check_flags(["record_schema"], _check_record_schema)
     if not of_a_run:
         names_of_data = ["dataset", "data_dir", "data_cache", "image_shape", "oversample"]
-        names_of_data += ["tokenizer", "record_schema", *_OF_FILES, *_OF_SYNTHETIC]
+        names_of_data += ["tokenizer", "record_schema", "missing", *_OF_FILES, *_OF_SYNTHETIC]
         check_flags(names_of_data, lambda **_: check_data_flags())
 
 
@@ -227,11 +235,13 @@ def check_data_flags() -> None:
     elif data_dir and flags.FLAGS["data_dir"].present and not any("@" in one for one in more):
         early.check_data_dir(dataset, data_dir)
     check_without_effect(unused, f"with --dataset={dataset}: {remedy}")
+    if not names.has_table(dataset):
+        check_without_effect(["missing"], f"with --dataset={dataset}: it is for your own tables")
     if not any(map(is_url, (dataset, data_dir or "", *more))):
         why = "without a URL as --dataset or --data_dir: it keeps what is read from a store"
         check_without_effect(["data_cache"], why)
     if names.suffix(dataset) != names.RECORDS and not (
-        names.has_table(dataset) and located(dataset).is_dir()
+        names.has_table(dataset) and is_folder(located(dataset))
     ):
         remedy = f"it is for your own files {names.RECORDS}"
         check_without_effect(["record_schema"], f"with --dataset={dataset}: {remedy}")

@@ -110,7 +110,8 @@ def _define_resume_flags() -> None:
         "eager",
         False,
         "Run the steps and evaluations without graphs, one step per call and without XLA, so that "
-        "print, breakpoint() and NumPy work in them. Slow, for debugging. Exports nothing.",
+        "print, breakpoint() and NumPy work in them, and name the operation and the line that make "
+        "a NaN. Slow, for debugging. Exports nothing.",
     )
     check_flags(["change"], _check_change)
 

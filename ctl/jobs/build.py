@@ -184,6 +184,7 @@ def open_files(
         loss_of=loss_of(flags.loss),
         schema=found,
         record_schema=flags.record_schema,
+        missing=flags.missing,
     )
 
 

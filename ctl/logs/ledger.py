@@ -2,8 +2,9 @@
 
 Each start of a worker appends lines to ``time-worker-N.jsonl``: the accounts of `ctl.base.ledger`
 so far. A thread writes them, so that a process which is killed has told all but its last moments.
-What no start accounts for is "down". Steps that a later start does again are "lost". The time of
-the job is that of worker 0. Imports neither TensorFlow nor NumPy.
+What no start accounts for is "down", unless the run is done or was refused. Steps that a later
+start does again are "lost". The time of the job is that of worker 0. Imports neither TensorFlow nor
+NumPy.
 """
 
 from __future__ import annotations
@@ -80,6 +81,13 @@ class Start:
     def last(self) -> Snapshot:
         """Its accounts at the end."""
         return self.records[-1][1]
+
+    @property
+    def leaves_a_pause(self) -> bool:
+        """Whether the run is not down until the next start: it is done, or was refused before its
+        first step, and somebody reads why."""
+        refused = self.end == UsageError.__name__ and self.last.step == self.last.first
+        return self.end == "done" or refused
 
 
 @dataclass(frozen=True)
@@ -159,7 +167,7 @@ class LedgerFile:
         if self._before is None or self._before[0] != now.first:
             self._before = now.first, _add(spans(self._earlier, now.first))
         before = self._before[1]
-        if self._earlier and self._earlier[-1].end != "done":
+        if self._earlier and not self._earlier[-1].leaves_a_pause:
             wall += self._began - self._earlier[-1].ended
         steps = before.seconds["steps"] + now.seconds.get("steps", 0.0)
         return {"goodput": steps / max(before.wall + wall, 1e-9)}
@@ -207,7 +215,8 @@ class Spent:
     Attributes:
         seconds: by each of `NAMES`.
         wall: seconds from the first start to the last moment known, without what lies between the
-            end of a run and a start that extends it. It is the sum of ``seconds``.
+            end of a run and a start that extends it, or between a start that was refused and the
+            next. It is the sum of ``seconds``.
         inspected: seconds of the steps in which inspections have measured what is "exposed".
     """
 
@@ -275,7 +284,7 @@ def spans(starts: Sequence[Start], goes_on: int | None = None) -> Iterator[Span]
         kept[first, number] = least
         least = min(least, first if first is not None else least)
     for number, start in enumerate(starts):
-        if number and starts[number - 1].end != "done":
+        if number and not starts[number - 1].leaves_a_pause:
             gap = start.began - starts[number - 1].ended
             yield Span(number, starts[number - 1].ended, start.began, {"down": gap})
         at, before = start.began, Snapshot()

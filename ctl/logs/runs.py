@@ -51,6 +51,7 @@ class Run:
             scalars by name.
         until: the step at which it ends; None if it does not say.
         notes: lines about what was left out.
+        workers: how many it had when it was started last.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Run:
     records: Mapping[str, Mapping[int, Mapping[str, float]]]
     until: int | None
     notes: list[str] = field(default_factory=list)
+    workers: int = 1
 
     @property
     def step(self) -> int:
@@ -80,11 +82,16 @@ class Run:
 
     @property
     def replicas(self) -> int:
-        """``--replicas`` of the run, else one for each of its ``--workers``."""
+        """``--replicas`` of the run, else one for each of its workers."""
         replicas, workers = self.flags.get("replicas"), self.flags.get("workers")
         if type(replicas) is int and replicas > 0:
             return replicas
-        return len(workers) if isinstance(workers, list) and workers else 1
+        return max(self.workers, len(workers) if isinstance(workers, list) else 1)
+
+    def flag(self, name: str) -> Any:
+        """The value of a flag. Of several workers, ``replicas`` need not be given."""
+        value = self.flags.get(name)
+        return self.replicas if name == "replicas" and not value and self.replicas > 1 else value
 
     def curve(self, phase: str, name: str) -> list[tuple[int, float]]:
         """``(step, value)`` of the scalar ``name``, where it is finite."""
@@ -138,11 +145,12 @@ def read(path: Path) -> Run:
     Raises:
         UsageError: it holds no run, or nothing was logged.
     """
-    name, notes = str(path), []
+    name, notes, workers = str(path), [], 1
     if not path.is_dir():
         raise UsageError(f"{name}: no such directory")
     try:
         flags = config.read(path)
+        workers = config.workers_of(path)
     except UsageError as error:
         flags = {}
         notes.append(f"{error}: its flags are not compared")
@@ -171,7 +179,7 @@ def read(path: Path) -> Run:
     if not records:
         raise UsageError(f"{name} has logged nothing yet: metrics.jsonl has no record")
     ordered = {phase: dict(sorted(steps.items())) for phase, steps in records.items()}
-    return Run(name, flags or {}, ordered, until, notes)
+    return Run(name, flags or {}, ordered, until, notes, workers)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any] | None]:
@@ -227,5 +235,5 @@ def differing_flags(runs: list[Run]) -> list[str]:
         name
         for name in names
         if name not in NOT_COMPARED
-        and len({json.dumps(run.flags.get(name)) for run in runs if run.flags}) > 1
+        and len({json.dumps(run.flag(name)) for run in runs if run.flags}) > 1
     ]

@@ -313,6 +313,12 @@ def translate_trace_errors(step: Any) -> Iterator[None]:
     except tf.errors.OpError as error:
         if not (found := _NOT_OF_XLA.search(error.message)):
             raise
+        if found[1].startswith("DebugNumericSummary"):
+            raise UsageError(
+                "XLA cannot compile what tf.debugging.enable_check_numerics adds: leave it out, "
+                "and give eager=True (--eager), which names the operation that makes a NaN; or "
+                "make the step with jit_update=False and jit_compile=False"
+            ) from error
         raise UsageError(
             f"XLA cannot compile {found[1]}: if the update has it, as in a constraint, make the "
             "step with jit_update=False; else give jit_compile=False (--jit_compile=off)"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 import xml.etree.ElementTree as ET
 
 import pytest
 
 from ctl.base import svg
+from ctl.base.curves import COLOURS, Curve, picture
 
 HOSTILE = "</text><script>alert(1)</script>\"'&]]>\x00\x1b[31m\ud800\u202egnp.exe"
 
@@ -32,6 +34,30 @@ def test_shorten_keeps_what_fits_and_counts_wide_characters():
     assert svg.shorten("kernel" * 20, 100).endswith("…")
     assert svg.text_width(svg.shorten("kernel" * 20, 100)) <= 100
     assert len(svg.shorten("核" * 50, 100)) < len(svg.shorten("k" * 50, 100))
+
+
+def test_a_document_is_drawn_without_its_style():
+    """Some programs know neither selectors of descendants nor of screens: in a document, style is
+    for dark screens alone."""
+    curves = [Curve([(1, 1.0), (9, 2.0)]), Curve([(9, 2.0)], evaluates=True, run=7)]
+    root = ET.fromstring(picture({"loss <&": curves, "accuracy": curves}))
+    wanted = {"text": {"fill", "font-size", "font-family"}, "line": {"stroke"}, "rect": {"fill"}}
+    wanted["path"] = {"stroke", "stroke-width", "fill", "stroke-dasharray"}
+    seen = {}
+    for element in root.iter():
+        tag = element.tag.rpartition("}")[2]
+        seen[tag] = seen.get(tag, 0) + 1
+        assert not wanted.get(tag, set()) - element.attrib.keys(), tag
+    assert min(seen[tag] for tag in wanted) > 1
+    titles = [e for e in root.iter() if e.get("class") == "title"]
+    assert {(e.get("font-size"), e.get("fill")) for e in titles} == {("16px", svg.LIGHT_INK)}
+    marks = [e for e in root.iter() if "mark" in e.get("class", "")]
+    assert {(e.get("stroke-dasharray"), e.get("stroke-width")) for e in marks} == {("none", "6")}
+    assert {e.get("stroke") for e in marks} == {COLOURS[0], COLOURS[1]}
+    sheet = next(e for e in root.iter() if e.tag.endswith("}style")).text
+    outside = re.sub(r"@media screen[^{]*\{\n(?:svg\.ctl-curves.*\n)+\}", "", sheet)
+    assert "max-width: 100%" in sheet and not outside.strip()
+    assert root.get("width") == "440" and root.get("style") is None  # a height of auto may be 0
 
 
 @pytest.mark.parametrize("limit", [1e-6, 0.3, 1, 7, 10, 99.9, 1e4])

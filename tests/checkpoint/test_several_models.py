@@ -77,7 +77,8 @@ def test_some_start_from_paths_of_their_own(tmp_path):
     models, before, source = make(), make(), make(seed=1)
     as_checkpoint(source, tmp_path)
     source["policy"].save(tmp_path / "policy.keras")
-    load_weights(models, {"policy": tmp_path / "policy.keras", "q2": tmp_path})
+    given = load_weights(models, {"policy": tmp_path / "policy.keras", "q2": tmp_path})
+    assert f"; {len(models['q1'].weights)} are as before: q1/" in repr(given)
     assert [name for name in models if equal(models[name], before[name])] == ["q1"]
     assert equal(models["policy"], source["policy"]) and equal(models["q2"], source["q2"])
     with pytest.raises(UsageError, match="unknown model to load"):

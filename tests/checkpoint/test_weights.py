@@ -77,7 +77,7 @@ def test_weights_are_found_in_spite_of_keras_numbers(trained, source):
     other = make()
     assert other.layers[1].name != model.layers[1].name
     given = load_weights(other, path / source)
-    assert len(given) == 8
+    assert len(given) == 8 and repr(given) == "<8 weights were read>"
     for ours, theirs in zip(other.weights, model.weights, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -94,7 +94,9 @@ def test_a_new_head(trained, source):
     ):
         load_weights(other, path / source)
     assert not np.array_equal(other.layers[0].kernel, model.layers[0].kernel), "it assigned some"
-    load_weights(other, path / source, reinit=["head"])
+    given = load_weights(other, path / source, reinit=["head"])
+    kept = "2 are as before: net/head/kernel; net/head/bias"
+    assert repr(given) == f"<6 weights were read; {kept}>"
     np.testing.assert_array_equal(other.layers[0].kernel, model.layers[0].kernel)
     for ours, old in zip(other.layers[-1].get_weights(), before, strict=True):
         np.testing.assert_array_equal(ours, old)

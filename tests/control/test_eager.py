@@ -8,7 +8,8 @@ import pytest
 import tensorflow as tf
 from helpers import largest_difference
 
-from ctl import EvalStep, Evaluator, Loop, TrainStep, UsageError
+from ctl import DivergedError, EvalStep, Evaluator, Loop, TrainStep, UsageError
+from ctl.base import tf_internals
 from ctl.control.eager import check_eager
 from ctl.phases.marks import Marks, Ring
 
@@ -75,6 +76,106 @@ def test_the_numbers_are_those_of_the_graph(case, mirrored):
     assert largest_difference(*weights) < 2e-6
     for name in wanted.keys() - {"steps_per_second"}:
         assert got[name] == pytest.approx(wanted[name], rel=1e-4), name
+
+
+class LossMadeInf(TrainStep):
+    """From the third step on, the loss is Inf; a mask of -Inf is meant."""
+
+    def loss(self, batch):
+        losses, logits = super().loss(batch)
+        masked = tf.where(losses < 0, -np.inf, losses)
+        return masked - tf.math.log(tf.cast(self.global_step < 2, tf.float32)), logits
+
+
+class GradientMadeNaN(TrainStep):
+    """The loss is finite, and its gradient is not."""
+
+    def loss(self, batch):
+        losses, logits = super().loss(batch)
+        return losses + tf.sqrt(0 * losses), logits
+
+
+@keras.saving.register_keras_serializable()
+class Logarithm(keras.layers.Layer):
+    def call(self, inputs):
+        return keras.ops.log(inputs - 1e3)
+
+
+HERE = "test_eager.py, line \\d+, in"
+NOT_FINITE = {
+    LossMadeInf: f"the loss is inf at step 3; Log made Inf in .*{HERE} loss; last good",
+    GradientMadeNaN: "is nan at step 2; .*Grad made (NaN|Inf) in the backward pass.*; last good",
+    Logarithm: f"the loss is nan at step 1; Log made NaN in the layer log, in .*{HERE} call; last",
+}
+
+
+def make_bad_loop(strategy, kind, dataset=None, **options):
+    features = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
+    labels = (features[:, 0] > 0).astype(np.int64)
+    with strategy.scope():
+        layers = [keras.Input([6]), keras.layers.Dense(3)]
+        layers += [Logarithm(name="log")] if kind is Logarithm else []
+        step_class = TrainStep if kind is Logarithm else kind
+        model = keras.Sequential(layers)
+        step = step_class(model, keras.optimizers.SGD(0.1), **options)
+    batches = tf.data.Dataset.from_tensor_slices((features, labels)).repeat().batch(10)
+    return Loop(step, dataset or batches, strategy=strategy)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("kind", NOT_FINITE)
+def test_what_makes_a_nan_is_named(kind, replicas, mirrored):
+    """With its layer and its line; the mask is not."""
+    loop = make_bad_loop(mirrored(replicas), kind)
+    with pytest.raises(DivergedError, match=NOT_FINITE[kind]) as raised:
+        loop.train(9, eager=True)
+    assert str(raised.value).count(" made ") == 1 and "--eager" not in str(raised.value)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_nan_in_a_graph_says_how_to_find_it(replicas, mirrored):
+    with pytest.raises(
+        DivergedError, match=r"train again with --eager \(eager=True\) to see which"
+    ):
+        make_bad_loop(mirrored(replicas), LossMadeInf).train(9)
+    loop = make_bad_loop(mirrored(replicas), LossMadeInf)
+    assert loop.train(2, eager=True)["loss"] > 0  # before that, nothing is said
+    tf.math.log(-1.0)  # nor is it seen after that
+    assert not str(loop._divergence.origins)
+
+
+def test_data_with_a_nan_are_named_as_before():
+    batches = tf.data.Dataset.from_tensors((np.full([4, 6], np.nan, "float32"), np.arange(4) % 2))
+    loop = make_bad_loop(tf.distribute.get_strategy(), Logarithm, batches.repeat())
+    with pytest.raises(DivergedError, match="example 0 .*has a NaN or Inf .*: mend the data, or"):
+        loop.train(2, eager=True)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_checks_of_all_operations_in_a_graph(replicas, mirrored):
+    """XLA has none; the message says what works."""
+    tf.debugging.enable_check_numerics()
+    try:
+        loop = make_bad_loop(mirrored(replicas), LossMadeInf, jit_compile=True, jit_update=True)
+        with pytest.raises(UsageError, match="adds: leave it out, and give eager=True .* or make"):
+            loop.train(1)
+        without = {"jit_update": False, "jit_compile": False}
+        loop = make_bad_loop(mirrored(replicas), Logarithm, **without)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="of graph op .*Log"):
+            loop.train(9)
+        loop = make_bad_loop(mirrored(replicas), Logarithm)
+        with pytest.raises(tf.errors.InvalidArgumentError, match='eagerly-executing op "Log"'):
+            loop.train(9, eager=True)
+    finally:
+        tf.debugging.disable_check_numerics()
+
+
+def test_without_what_sees_operations(monkeypatch):
+    """Another TensorFlow may not have it: eager trains as before."""
+    monkeypatch.setattr(tf_internals, "_CALLBACKS", "tensorflow.gone")
+    assert "cannot name the operation" in tf_internals.no_operations_seen()
+    with pytest.raises(DivergedError, match="^the loss is inf at step 3; last good checkpoint"):
+        make_bad_loop(tf.distribute.get_strategy(), LossMadeInf).train(9, eager=True)
 
 
 def test_a_training_with_an_evaluation_that_no_graph_can_hold(mirrored, caplog):

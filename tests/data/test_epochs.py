@@ -64,6 +64,21 @@ def test_what_is_advised_for_data_without_a_length_works():
         assert len([*data.batches().take(6)]) == 6
 
 
+def test_evaluations_stay_at_the_ends_of_epochs():
+    """Of 156.25 steps, as 10,000 examples in batches of 64 have."""
+    data = InMemory((np.zeros([625, 1]),), global_batch_size=4)
+    for given, wanted in (("1ep", [157, 313, 469, 625]), ("0.5ep", [79, 157, 235, 313])):
+        every = evaluation_interval(given, data)
+        assert [end_of(n, every) for n in range(1, 5)] == wanted
+    assert evaluation_interval(None, data) == evaluation_interval("1ep", data) == 156.25
+    assert evaluation_interval("7", data) == 7 and evaluation_interval("0.001ep", data) == 1
+    for wrong in ("1e", "", "2.5"):
+        with pytest.raises(
+            UsageError, match="^evaluate_every: .*(is not a duration|whole numbers)"
+        ):
+            evaluation_interval(wrong, data)
+
+
 def test_what_is_refused():
     data = GlobalBatches(batches().repeat())
     for until, epochs, says in (

@@ -11,6 +11,7 @@ import tensorflow as tf
 from ctl.base.names import BINARY, NUMBERS, has_table
 from ctl.data import Files, Splits, Streaming
 from ctl.errors import UsageError
+from ctl.flags.early import check_path
 
 CLASSES = ("cat", "dog", "emu")
 
@@ -194,6 +195,58 @@ def test_other_data_follow_the_schema(tmp_path):
             Files(tmp_path / "u.csv", schema=schema | {name: value})
 
 
+def test_words_and_means_are_those_of_the_training_examples(tmp_path, caplog):
+    """Also of evaluation data, of other files, and of a run that is read again."""
+    rows = [f"{n if n % 4 else ''},{'pqr'[n % 3]},{n % 2}" for n in range(40)]
+    (tmp_path / "t.csv").write_text("\n".join(["age,kind,y", *rows, "", ""]))
+    options = {"features": ["kind", "age"], "missing": "mean"}
+    files = Files(tmp_path / "t.csv", **options)
+    with pytest.raises(UsageError, match="t.csv: load the training data first: words and means"):
+        load(files, "train[90%:]", training=False)
+    train = load(files, "train[:90%]")
+    held = load(files, "train[90%:]", training=False)
+    chosen = np.sort(np.random.RandomState(0).permutation(40)[:36])
+    ages = [int(n) for n in chosen if n % 4]
+    assert files.schema["missing"] == {"kind": "", "age": sum(ages) / len(ages)}
+    mean = np.float32(sum(ages) / len(ages))
+    for dataset, numbers in ((train, chosen), (held, np.setdiff1d(np.arange(40), chosen))):
+        expected = [[*np.eye(3)[n % 3], n if n % 4 else mean] for n in numbers]
+        np.testing.assert_array_equal(dataset.arrays[0], np.float32(expected))
+        assert dataset.info.image_shape == (4,) and len(dataset.info.mean) == 4
+    assert held.info.mean == train.info.mean
+    (line,) = (line for line in files.table() if " age " in line)
+    assert f"10 as {mean:g}" in line
+    schema = json.loads(json.dumps(files.schema))
+    (tmp_path / "u.csv").write_text("kind,y,age\nq,1,\ns,0,5\n")
+    caplog.clear()
+    other = load(Files(tmp_path / "u.csv", schema=schema), "train", training=False)
+    np.testing.assert_array_equal(other.arrays[0], np.float32([[0, 1, 0, mean], [0, 0, 0, 5]]))
+    (warning,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
+    assert warning.endswith("they are as no word: s")
+    again = Files(tmp_path / "t.csv", **options)
+    assert load(again, "train[:90%]").fingerprint() == train.fingerprint()
+    assert again.schema["words"] == files.schema["words"]
+    for name, value in (("words", {"kind": "pq"}), ("missing", {"age": None}), ("words", ["p"])):
+        with pytest.raises(UsageError, match=f"^config.json: the {name} of the data cannot be "):
+            Files(tmp_path / "u.csv", schema=schema | {name: value})
+
+
+def test_examples_without_a_value_are_left_out(tmp_path, caplog):
+    rows = [f"{n if n % 4 else ''},{n % 2}" for n in range(40)]
+    (tmp_path / "t.csv").write_text("\n".join(["age,y", *rows, "", ""]))
+    with pytest.raises(UsageError, match="'age' has no value, as in 10 of 40 rows: add --missing="):
+        Files(tmp_path / "t.csv")
+    caplog.set_level("INFO")
+    files = Files(tmp_path / "t.csv", missing="drop")
+    assert "t.csv: 10 of 40 rows have no value in a column that is used" in caplog.text
+    train = load(files, "train[:90%]")
+    held = load(files, "train[90%:]", training=False)
+    assert (train.num_examples, held.num_examples) == (27, 3)
+    seen = np.concatenate([train.arrays[0], held.arrays[0]]).ravel().tolist()
+    assert sorted(seen) == [n for n in range(40) if n % 4]
+    assert sum(files.schema["examples"]["train[:90%]"]) == 27
+
+
 def test_images_follow_the_schema(tmp_path):
     write_images(tmp_path / "photos", 2)
     files = Files(tmp_path / "photos")
@@ -289,6 +342,60 @@ def test_a_table_beside_images_is_left_out(tmp_path):
     write_table(tmp_path / "only" / "mine.csv")
     with pytest.raises(UsageError, match="has the tables mine.csv: name them train and test, or"):
         Files(tmp_path / "only")
+
+
+def write_records(path, numbers) -> None:
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for number in numbers:
+            values = {"x": [float(number)], "label": [float(number % 2)]}
+            feature = {
+                name: tf.train.Feature(float_list=tf.train.FloatList(value=value))
+                for name, value in values.items()
+            }
+            features = tf.train.Features(feature=feature)
+            writer.write(tf.train.Example(features=features).SerializeToString())
+
+
+NAMES = {
+    "free": ["a.tfrecord", "b.tfrecord", "c.tfrecord"],
+    "numbered": [f"shard.tfrecord-0000{n}-of-00003" for n in range(3)],
+}
+
+
+@pytest.mark.parametrize("names", NAMES)
+@pytest.mark.parametrize("pattern", ["", "*tfrecord*"])
+def test_shards_with_any_name_are_one_part(tmp_path, names, pattern, caplog):
+    caplog.set_level("INFO")
+    for first, name in enumerate(NAMES[names]):
+        write_records(tmp_path / name, range(10 * first, 10 * first + 10))
+    files = Files(tmp_path / pattern)
+    assert files.splits() == ("train[:90%]", "train[90%:]", None)
+    assert load(files, "train").arrays[0].ravel().tolist() == [*range(30)]
+    assert f"for the training: {', '.join(NAMES[names])}" in caplog.text
+    assert has_table(f"{tmp_path}/{pattern}")
+    if not pattern:
+        (tmp_path / "d-test.tfrecord").touch()  # which part are the others?
+        with pytest.raises(
+            UsageError, match="d-test.tfrecord.*: name them train and test, or give"
+        ):
+            Files(tmp_path)
+
+
+def test_a_pattern_names_some_tables(tmp_path):
+    for number in range(3):
+        write_table(tmp_path / f"part{number}.csv", 10)
+    (tmp_path / "notes.md").touch()
+    assert load(Files(tmp_path / "part[01].csv"), "train").num_examples == 20
+    assert load(Files(f"file://{tmp_path}/part*.csv"), "train").num_examples == 30
+    for part in ("train", "test"):
+        write_table(tmp_path / f"{part}-1.csv", 10)
+    assert Files(tmp_path / "t*.csv").splits() == ("train", "test", None)
+    with pytest.raises(UsageError, match="name them train and test, or give one of them"):
+        Files(tmp_path / "*.csv")
+    check_path(f"{tmp_path}/part*.csv")
+    for pattern, says in (("*", "notes.md is no file that ctl reads"), ("x*", "no such file or")):
+        with pytest.raises(UsageError, match=says):
+            check_path(f"{tmp_path}/{pattern}")
 
 
 def test_a_schema_of_records_is_for_every_file_of_a_folder(tmp_path):

@@ -13,6 +13,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from ctl.data import InMemory, Streaming, text
 from ctl.data.errors import translate_data_errors
+from ctl.data.load import read_all
 from ctl.data.records import ArrayRecords, TFRecords
 from ctl.data.sources import ImageFolder, JsonLines, mapped
 from ctl.errors import UsageError
@@ -119,6 +120,16 @@ def test_a_malformed_image_is_named(name, tmp_path):
         with pytest.raises(UsageError, match=f"cat/{name} cannot be decoded") as error:
             Streaming(ImageFolder(tmp_path, (8, 8, 3)), global_batch_size=1)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg"])
+def test_what_is_said_of_a_malformed_image_is_not_of_the_pipeline(name, tmp_path):
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "0.png").write_bytes(images()["a.png"])  # the first one is looked at alone
+    (tmp_path / "cat" / name).write_bytes(images()[name][:-20])
+    with pytest.raises(UsageError, match=f"cat/{name} cannot be decoded: .*; prepare") as error:
+        read_all(ImageFolder(tmp_path, (8, 8, 3)))
+    assert "Iterator" not in str(error.value) and "passed to" not in str(error.value)
 
 
 @pytest.mark.parametrize("empty", ["", "cat", ".hidden"])

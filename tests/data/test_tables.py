@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import json
 import pickle
 import sys
 
@@ -10,11 +12,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl.base.names import BINARY, CLASSES, NUMBERS
+from ctl.base.names import BINARY, CLASSES, DROP, MEAN, NUMBERS
 from ctl.data import tables
 from ctl.data.tables import Choice, Table
 from ctl.errors import UsageError
 from ctl.flags.record_schema import parse_record_schema
+
+
+def arrays(table: Table, choice: Choice) -> tuple[np.ndarray, np.ndarray]:
+    tables.check(table, choice)
+    return tables.features(table, choice), tables.labels(table, choice)
 
 
 def table(tmp_path, text: str, name: str = "t.csv") -> Table:
@@ -75,7 +82,7 @@ def test_compressed_csv(tmp_path):
 )
 def test_what_is_no_csv_is_named(tmp_path, text, says):
     with pytest.raises(UsageError, match=says):
-        tables.arrays(found := table(tmp_path, text), tables.choose(found))
+        arrays(found := table(tmp_path, text), tables.choose(found))
 
 
 def test_other_encodings_are_named(tmp_path):
@@ -93,7 +100,7 @@ def test_arrays_of_numpy_have_parts(tmp_path):
     assert {part: len(found) for part, found in parts.items()} == {"train": 4, "test": 1}
     choice = tables.choose(parts["train"])
     assert choice == Choice(("x",), ("y",), ("0", "1"))
-    features, found = tables.arrays(parts["train"], choice)
+    features, found = arrays(parts["train"], choice)
     np.testing.assert_array_equal(features, images[..., np.newaxis])  # with a channel
     np.testing.assert_array_equal(found, labels)
     np.savez(path, a=labels.astype(">f4"), b=np.array(["x", "y", "x", "é"]), data=images)
@@ -151,7 +158,7 @@ def rows(*columns: str) -> Table:
     ],
 )
 def test_which_columns_are_used(columns, options, chosen):
-    assert tables.choose(rows(*columns.split()), **options) == chosen
+    assert tables.choose(rows(*columns.split()), **options) == (*chosen, {}, {})
 
 
 @pytest.mark.parametrize(
@@ -175,6 +182,135 @@ def test_columns_that_do_not_fit_are_named(columns, options, says):
         tables.choose(rows(*columns.split()), **options)
 
 
+PASSENGERS = """sex,age,fare,name,port,survived
+male,22,7.25,Owen,S,0
+female,38.5,,Cumings,C,1
+female,,7.75,Heikkinen,,1
+male,35,53,Allen,Q,0
+male,,8.25,Moran,S,0
+"""
+
+
+def test_words_and_means(tmp_path):
+    """The numbers of the module `csv` and of plain arithmetic."""
+    found = table(tmp_path, PASSENGERS)
+    names = ["port", "age", "sex", "fare"]
+    choice = tables.choose(found, names, ["survived"], missing=MEAN)
+    assert choice.words == {"port": ("C", "Q", "S"), "sex": ("female", "male")}
+    assert choice.missing == {"port": "", "age": 95.5 / 3, "sex": "", "fare": 76.25 / 4}
+    expected = []
+    for row in csv.DictReader(PASSENGERS.splitlines()):
+        age, fare = (float(row[name] or choice.missing[name]) for name in ("age", "fare"))
+        ports = [float(row["port"] == port) for port in "CQS"]
+        expected.append([*ports, age, float(row["sex"] == "female"), float(row["sex"] == "male")])
+        expected[-1].append(fare)
+    features, labels = arrays(found, choice)
+    assert features.dtype == np.float32 and labels.tolist() == [0, 1, 1, 0, 0]
+    np.testing.assert_array_equal(features, np.float32(expected))
+    described = [row[:3] + row[-1:] for row in tables.described(found, choice)]
+    assert ["sex", "one-hot", "text, 2 values", "0"] in described
+    assert ["age", "feature", "number", "2 as 31.8333"] in described
+    assert ["port", "one-hot", "text, 3 values", "1 as no word"] in described
+
+
+@pytest.mark.parametrize("end", ["jsonl", "parquet"])
+def test_other_tables_have_the_same_words_and_means(tmp_path, end):
+    names = ["sex", "age", "fare", "port", "survived"]
+    rows = []
+    for row in csv.DictReader(PASSENGERS.splitlines()):
+        numbers = {name: float(row[name]) if row[name] else None for name in names[1:3]}
+        texts = {name: row[name] or None for name in ("sex", "port")}
+        rows.append({**numbers, **texts, "survived": int(row["survived"])})
+    path = tmp_path / f"t.{end}"
+    if end == "jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs the extra `parquet`")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    found, same = tables.read(path)["train"], table(tmp_path, PASSENGERS)
+    choices = [tables.choose(t, names[:-1], names[-1:], missing=MEAN) for t in (found, same)]
+    assert choices[0] == choices[1]
+    for ours, theirs in zip(arrays(found, choices[0]), arrays(same, choices[1]), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_means_are_those_of_the_training_examples(tmp_path):
+    found = table(tmp_path, PASSENGERS)
+    choice = tables.choose(found, ["sex", "age"], ["survived"], missing=MEAN)
+    train = found.take(np.array([1, 2]))
+    fitted = tables.fitted(train, choice, MEAN)
+    assert fitted.words == {"sex": ("female",)} and fitted.missing == {"sex": "", "age": 38.5}
+    assert tables.features(found, fitted)[:, 1].tolist() == [22, 38.5, 38.5, 35, 38.5]
+    with pytest.raises(UsageError, match="'age' has no value in any training .*: --features=sex$"):
+        tables.fitted(found.take(np.array([2, 4])), choice, MEAN)
+
+
+def test_rows_without_a_value_are_left_out(tmp_path):
+    found = tables.joined(
+        "both", [table(tmp_path, PASSENGERS), table(tmp_path, PASSENGERS, "u.csv")]
+    )
+    kept = tables.complete(found, ["age", "fare"])
+    assert kept.columns["name"].tolist() == ["Owen", "Allen"] * 2
+    assert [kept.where(row) for row in range(4)] == [
+        *("t.csv, line 2", "t.csv, line 5", "u.csv, line 2", "u.csv, line 5")
+    ]
+    choice = tables.choose(found, ["age"], ["port"], missing=DROP)
+    assert choice.classes == ("C", "Q", "S") and not choice.missing
+    with pytest.raises(UsageError, match="no row has a value in each of fare, port: name fewer"):
+        tables.complete(found.take(np.array([1, 2])), ["fare", "port"])
+
+
+def test_missing_values_are_named_with_the_flags_that_work(tmp_path):
+    found = table(tmp_path, PASSENGERS)
+    choice = tables.choose(found, ["sex", "age", "port", "fare"], ["survived"])
+    with pytest.raises(UsageError) as raised:
+        tables.check(found, choice)
+    assert str(raised.value) == (
+        "t.csv, line 4: 'age' has no value, as in 2 of 5 rows (and port in 1, fare in 1): add "
+        "--missing=mean, which takes the mean of the training examples, or --missing=drop, which "
+        "leaves these rows out, or leave them out: --features=sex"
+    )
+    with pytest.raises(UsageError, match="fare in 1.: add --missing=drop, which leaves these rows"):
+        tables.check(found, choice, False)  # the model has no means, and needs its columns
+    with pytest.raises(UsageError, match="'port' has no value, .*: fill them, or add --missing=dr"):
+        tables.choose(found, ["sex"], ["port"])
+    vectors = Table("t.npz", {"v": np.array([[1, np.nan]]), "y": np.array([1.0])})
+    with pytest.raises(UsageError, match="1 of 1 rows: add --missing=drop, which leaves these"):
+        tables.check(vectors, Choice(("v",), ("y",)))  # no mean of arrays
+
+
+def test_text_of_many_values_is_no_word(tmp_path):
+    lines = [f"{n},{n % 3},person {n},{'ab'[n % 2]},{n % 2}" for n in range(60)]
+    found = table(tmp_path, "\n".join(["id,x,the name,kind,y", *lines, ""]))
+    with pytest.raises(UsageError) as raised:
+        tables.choose(found, ["x", "the name", "kind"], ["y"])
+    assert str(raised.value) == (
+        "t.csv, line 2: 'the name' is 'person 0', one of 60 texts in 60 rows, too many for words: "
+        "leave out the name: --features=x,kind"
+    )
+    chosen = tables.choose(found, None, ["y"])
+    assert chosen.features == ("id", "x") and not chosen.words
+    assert tables.words_hint(found, chosen) == (
+        "text is left out; to use the words of kind as features, give them: --features=id,x,kind"
+    )
+    text = Table("t.csv", {"kind": found.columns["kind"], "y": found.columns["y"]}, found.lines)
+    with pytest.raises(UsageError, match="or words that you name: --features=kind; for a language"):
+        tables.choose(text)
+    assert tables.choose(text, ["kind"]).words == {"kind": ("a", "b")}
+
+
+def test_words_that_the_training_does_not_have_are_no_word(tmp_path, caplog):
+    choice = Choice(("a", "b"), ("y",), ("0", "1"), {"a": ("x", "y"), "b": ("1", "2")})
+    features, _ = arrays(table(tmp_path, "a,b,y\nx,1,0\nz,3,1\ny,2,0\n"), choice)
+    assert features.tolist() == [[1, 0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 1]]
+    said = "has words that the training examples do not have; they are as no word:"
+    assert [record.getMessage() for record in caplog.records] == [
+        *(f"t.csv: a {said} z", f"t.csv: b {said} 3")
+    ]
+
+
 def test_too_many_classes_and_too_few():
     many = Table("t.csv", {"a": np.zeros(100), "id": np.arange(100.0)}, np.arange(100))
     with pytest.raises(UsageError, match="'id' has 100 values in 100 rows, too many for classes"):
@@ -185,21 +321,24 @@ def test_too_many_classes_and_too_few():
 
 def test_features_and_labels():
     found = rows("a", "b", "s", "k")
-    features, labels = tables.arrays(found, Choice(("b", "a"), ("s",), ("no", "yes")))
+    features, labels = arrays(found, Choice(("b", "a"), ("s",), ("no", "yes")))
     np.testing.assert_array_equal(features, np.float32([[0, 1], [0, 2.5], [1, 3], [1, 4]]))
     np.testing.assert_array_equal(labels, [0, 1, 0, 1])
     assert features.dtype == np.float32 and labels.dtype == np.int64
-    _, labels = tables.arrays(found, Choice(("a",), ("k",), ("3", "7", "20")))
+    _, labels = arrays(found, Choice(("a",), ("k",), ("3", "7", "20")))
     np.testing.assert_array_equal(labels, [0, 1, 0, 2])
-    _, labels = tables.arrays(found, Choice(("b",), ("a", "k")))
+    _, labels = arrays(found, Choice(("b",), ("a", "k")))
     np.testing.assert_array_equal(labels, np.float32([[1, 3], [2.5, 7], [3, 3], [4, 20]]))
 
 
 @pytest.mark.parametrize(
     ("choice", "says"),
     [
-        (Choice(("n",), ("b",)), "^t.csv, line 3: 'n' has no value, as in 1 of 4 rows: fill them$"),
-        (Choice(("b", "n", "k"), ("b",)), "rows: fill them, or leave it out: --features=b,k$"),
+        (
+            Choice(("n",), ("b",)),
+            "^t.csv, line 3: 'n' has no value, as in 1 of 4 rows: add --missing",
+        ),
+        (Choice(("b", "n", "k"), ("b",)), "these rows out, or leave it out: --features=b,k$"),
         (Choice(("s",), ("b",)), "^t.csv, line 2: 's' is 'no', and features must be numbers"),
         (Choice(("x",), ("b",)), "no column 'x', which the training data have; it has n, b, s, k"),
         (Choice(("b",), ("k",), ("3", "7")), "^t.csv, line 5: 'k' is '20', which is no class of"),
@@ -208,14 +347,14 @@ def test_features_and_labels():
 )
 def test_values_that_do_not_fit_are_named(choice, says):
     with pytest.raises(UsageError, match=says):
-        tables.arrays(rows("n", "b", "s", "k"), choice)
+        arrays(rows("n", "b", "s", "k"), choice)
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, 1e39])
 def test_what_no_float32_holds_is_named(value):
     found = Table("t.csv", {"a": np.array([1, value]), "b": np.arange(2.0)}, np.arange(2, 4))
     with pytest.raises(UsageError, match="^t.csv, line 3: 'a' is too large for float32$"):
-        tables.arrays(found, tables.choose(found))
+        arrays(found, tables.choose(found))
 
 
 def test_messages_are_short():
@@ -369,7 +508,7 @@ def test_records_of_examples(tmp_path, kind):
     np.testing.assert_array_equal(found.columns["label"], [3, 5])
     assert found.columns["name"].tolist() == ["x", ""] and found.where(1) == f"{path.name}, row 1"
     np.testing.assert_array_equal(found.columns["vector"], [[1.5, 2], [3.5, 4]])
-    features, labels = tables.arrays(found, tables.choose(found, features=["image"]))
+    features, labels = arrays(found, tables.choose(found, features=["image"]))
     assert features.dtype == np.uint8 and labels.tolist() == [0, 1]
 
 
@@ -416,7 +555,7 @@ def test_records_of_a_schema(tmp_path):
     np.testing.assert_array_equal(columns["image"][1, ..., 0], pixels)
     np.testing.assert_array_equal(columns["many"][1], [1, 2, 3, 300])
     assert columns["text"].tolist() == ["a", "a"] and columns["real"].tolist() == [0.25, 0.25]
-    rows, labels = tables.arrays(found["train"], tables.choose(found["train"], features=["pixels"]))
+    rows, labels = arrays(found["train"], tables.choose(found["train"], features=["pixels"]))
     assert rows.shape == (2, 2, 2, 1) and labels.tolist() == [0, 1]
 
 

@@ -146,6 +146,20 @@ def test_a_pause_after_the_end_of_a_run_is_none_of_it(tmp_path):
     assert shares(tmp_path) == {"steps": 20} and spent(read(tmp_path)[0]).goodput == 1
 
 
+def test_who_reads_why_a_start_was_refused_is_not_waited_for(tmp_path):
+    write(
+        tmp_path,
+        line(100, 105, None, None, "UsageError", start=5),
+        line(200, 210, 0, 10, steps=10),  # killed
+        line(220, 225, 10, 10, "UsageError", start=5),
+        line(400, 410, 10, 20, steps=10),
+        line(420, 430, 20, 25, "UsageError", steps=10),  # by a step: it did something
+        line(440, 450, 25, 30, "done", steps=10),
+    )
+    assert shares(tmp_path) == {"start": 10, "steps": 40, "down": 10 + 10 + 10}
+    assert spent(read(tmp_path)[0]).wall == 80
+
+
 def test_a_process_that_was_frozen_was_down(tmp_path):
     write(tmp_path, line(100, 110, 0, 10, steps=10), line(100, 150, 0, 10, steps=11))
     assert shares(tmp_path) == {"steps": 11, "down": 39}

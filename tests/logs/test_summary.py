@@ -67,7 +67,8 @@ def test_the_file_has_the_loss_and_the_first_metric_and_opens_alone(tmp_path, me
         metric,
     ]
     assert [*root.iter(f"{SVG}script")] == [] and "prefers-color-scheme: dark" in text
-    assert root.get("viewBox") and "max-width: 100%" in root.get("style")
+    assert root.get("viewBox") and root.get("style") is None
+    assert "@media screen {\nsvg.ctl-curves { max-width: 100%; height: auto }" in text
     # A style inside a page, as that of a notebook, changes nothing else there.
     rules = root.find(f"{SVG}style").text.splitlines()
     assert all(rule.startswith(("svg.ctl-curves ", "@media", "}")) for rule in rules if rule)

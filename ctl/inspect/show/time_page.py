@@ -143,8 +143,8 @@ def _note(starts: Sequence[Start]) -> str:
     note = "What each moment was spent for; from the bottom: the steps."
     if 1 < len(starts) <= _MARKS:
         note += " A line at the top marks a start."
-    if any(start.end == "done" for start in starts[:-1]):
-        note += " Pauses after the end of a run are left out."
+    if any(start.leaves_a_pause for start in starts[:-1]):
+        note += " Pauses after the end of a run, and after a start that was refused, are left out."
     return note
 
 
