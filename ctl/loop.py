@@ -37,7 +37,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from ctl.base.actions import STOP, Action, EvalAction
+from ctl.base.actions import STOP, Action, EvalAction, name_of
 from ctl.base.autograph import graph_function
 from ctl.base.bounds import checked
 from ctl.base.foreign_names import missing_attribute, refuses_foreign
@@ -306,7 +306,8 @@ class Loop:
         self._doing = ""  # what `translate_failures` is for, at present
         self._agreed: Any = None  # settings of the step
         self._evaluated: dict[str, float] | None = None  # results at the current step
-        self.stopped = self._asked_to_end = False  # by any action; by this worker's
+        self.stopped, self._ended_by = False, ""  # by any action, and which
+        self._asked_by = ""  # an action of this worker has asked to end the training
         jit.decide(self.step, self.dataset)
         step.attach(self)
         step.trace_guards.snapshot(step)
@@ -378,7 +379,7 @@ class Loop:
         runs = self._runs(step, until)
         with (
             self._showing(progress, runs, eager),
-            calling(callbacks, self, total),
+            calling(callbacks, self, total, None, self._say),
             self.translate_failures("training"),
             self._saving(until, total),
         ):
@@ -389,7 +390,7 @@ class Loop:
             while step < until and not self.stopped:
                 steps = min(1 if eager else self._pace.steps(), until - step)
                 steps = self.steps.reserve(min(steps, steps_until_due(self.actions, step)))
-                report = self._pace.worker_report(self.signals.arrived, self._asked_to_end)
+                report = self._pace.worker_report(self.signals.arrived, bool(self._asked_by))
                 if (key := self.step.trace_key)[1:] != self._agreed:  # an action changed a setting
                     self.begin(step)
                     key = self.step.trace_key
@@ -438,9 +439,9 @@ class Loop:
             )
         elif warns:
             logging.warning(
-                "no step is run: an action or a callback ended the training at step %d; to go on, "
-                "set loop.stopped = False",
-                step,
+                "no step is run: %s ended the training at step %d; to go on, set loop.stopped = "
+                "False",
+                *(self._ended_by or "an action or a callback", step),
             )
         return False
 
@@ -533,8 +534,8 @@ class Loop:
             self.checkpoints.check()
         status = status_of(step, until, seconds_per_step, self.dataset, self.scalars)
         run_actions([*self.actions, *self._watchers], status)
-        self._asked_to_end |= status.stops
-        if self._asked_to_end and not self._several_workers:  # several learn of it in the next call
+        self._asked_by = self._asked_by or status.stopped_by
+        if self._asked_by and not self._several_workers:  # several learn of it in the next call
             self._stop(step)
             if not status.final:
                 status = dataclasses.replace(status, until=step, final=True)
@@ -546,8 +547,15 @@ class Loop:
         return status.scalars() if status.final else {}
 
     def _stop(self, step: int) -> None:
-        logging.info("an action ended the training at step %d", step)
-        self.stopped, self._asked_to_end = True, False
+        self.stopped, self._ended_by = True, self._asked_by or "an action of another worker"
+        self._asked_by = ""
+        self._say(f"{self._ended_by} ended the training at step {step}")
+
+    def _say(self, text: str) -> None:
+        """To the log, and to who looks at a progress bar."""
+        logging.info("%s", text)
+        for bar in self._watchers[:-1]:
+            bar.say(text)
 
     # Evaluation and state -----------------------------------------------------------------------
 
@@ -570,10 +578,11 @@ class Loop:
             results = run(on_progress, lambda: self.signals.arrived)
         for action in self.eval_actions:
             with watchdog.host("an action after the evaluation", self.global_step):
-                self._asked_to_end |= action(self.global_step, results) is STOP
+                if action(self.global_step, results) is STOP:
+                    self._asked_by = self._asked_by or name_of(action)
         for watcher in self._watchers:
             watcher.evaluated(self.global_step, results)
-        if workers.any_of(self.strategy, self._asked_to_end):
+        if workers.any_of(self.strategy, bool(self._asked_by)):
             self._stop(self.global_step)
         return results
 
@@ -640,7 +649,7 @@ class Loop:
         saved, results = self.state.restore(self._checkpoints(), changed, grow)
         if saved:
             self._evaluated = results or None
-            self.stopped, self._asked_to_end = saved.stopped, False
+            self.stopped, self._ended_by, self._asked_by = saved.stopped, "", ""
             self._saved, self._saved_time = saved.step, self._pace.elapsed
             self._saved_itself = -1
             self.scalars.reset()
@@ -680,7 +689,8 @@ class Loop:
         """Trains until step ``until`` or the end of ``epochs`` (see `train`), or until an action
         ends the training. Saves and evaluates every ``evaluate_every`` steps, by default at the end
         of each epoch, and at the end. If the current step is due but not evaluated, as after a
-        restore, evaluates first. Returns the results of the last evaluation. Traces the evaluation
+        restore, evaluates first. Returns the results of the last evaluation; if a callback has
+        given the model the weights of an earlier step, those of that step. Traces the evaluation
         first, so that its mistakes are known before the first step. For ``progress``, ``callbacks``
         and ``eager``, which traces nothing, see `train`. Raises `UsageError` if ``evaluate_every``
         is not a whole number of at least 1, or epochs have no known length; also as `train` and
@@ -693,12 +703,13 @@ class Loop:
         runs = self._runs(self.global_step, until, warns=bool(self.history.steps))
         with (
             self._showing(progress, runs, eager) as bar,
-            calling(callbacks, self, until, every),
+            calling(callbacks, self, until, every, self._say) as called,
             self._saving_with_evaluations(),
         ):
             if runs and not eager:
                 self._trace_evaluation(evaluator)
-            return self._train_and_evaluate(until, every, on_progress or bar, eager)
+            results = self._train_and_evaluate(until, every, on_progress or bar, eager)
+        return (called and called.results) or results
 
     def _train_and_evaluate(
         self, until: int, every: float, on_progress: OnProgress | None, eager: bool
