@@ -589,7 +589,8 @@ class Loop:
     @property
     def _saves(self) -> float | None:
         """Seconds of steps between two saves of `train`; None if others say when to save."""
-        return None if self._evaluations_save else self._save_every
+        off = self._evaluations_save or (self._save_every and self._checkpoints().is_closed)
+        return None if off else self._save_every
 
     def _save_itself(self, step: int) -> None:
         self.save()
@@ -599,6 +600,8 @@ class Loop:
     def _saving(self, until: int, total: int) -> Iterator[None]:
         """Inside, the loop trains to ``until``. Saves at the end of the whole training, and returns
         when the last save is on disk."""
+        if self._save_every and self._checkpoints().is_closed:
+            logging.warning("train() saves nothing: the manager of the checkpoints is closed")
         began = self.global_step if self._saves else 0
         yield
         if not self._saves or (step := self.global_step) == began:

@@ -120,6 +120,17 @@ def test_who_saves_by_hand_sees_no_change(tmp_path):
     assert saved == [5, 10, 12, 14]
 
 
+def test_a_loop_whose_directory_another_has_taken_over_trains_on(tmp_path, caplog):
+    loop, saved = saving(tmp_path)
+    loop.train(2)
+    again, saved_too = saving(tmp_path)
+    again.restore()
+    loop.train(4)
+    again.train(6)
+    assert (saved, saved_too) == ([2], [6]) and on_disk(tmp_path) == [2, 6]
+    assert caplog.text.count("train() saves nothing: the manager of the checkpoints is closed") == 1
+
+
 def test_a_training_that_an_action_has_ended_has_ended_after_a_resume(tmp_path):
     loop, saved = saving(tmp_path)
     loop.actions.append(lambda status: status.stop() if status.step == 6 else None)

@@ -185,6 +185,11 @@ class CheckpointManager:
                 raise
             logging.error("%s", error)  # The pending exception is the one to report.
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it writes no more, as when a later one has taken the directory over."""
+        return not self._writes
+
     def close(self) -> None:
         """Waits for the write in progress, raises its error, and frees the lock."""
         try:
