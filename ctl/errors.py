@@ -39,14 +39,14 @@ class PeerError(CtlError):
     exit_code = 5
 
 
-class Preempted(CtlError):
+class Preempted(CtlError, SystemExit):
     """SIGTERM or SIGINT stopped the training, after a save if the loop has checkpoints.
 
-    The same command resumes. `tf.distribute.experimental.PreemptionCheckpointHandler` exits with 42
-    too.
+    The same command resumes. A program that does not catch it exits with 42, without a traceback,
+    as with `tf.distribute.experimental.PreemptionCheckpointHandler`.
     """
 
-    exit_code = 42
+    exit_code = code = 42
 
 
 def exit_code_of(error: BaseException | None) -> int:

@@ -37,10 +37,11 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from ctl.base.actions import STOP, Action, EvalAction
+from ctl.base.actions import STOP, Action, EvalAction, name_of
 from ctl.base.autograph import graph_function
 from ctl.base.bounds import checked
 from ctl.base.foreign_names import missing_attribute, refuses_foreign
+from ctl.base.interactive import is_shell
 from ctl.base.ledger import LEDGER
 from ctl.base.signals import Signals, StopRequested
 from ctl.base.tracebacks import hides_frames
@@ -87,6 +88,8 @@ from ctl.phases.trace_guards import TraceKey
 from ctl.reduce import SUM
 from ctl.schedule.patience import check_watched, remembered
 from ctl.step import TrainStep
+
+_SAVE_SECONDS = 60.0  # between two saves into a directory
 
 
 class Steps:
@@ -215,7 +218,9 @@ class Loop:
         strategy: by default the current strategy.
         schedule: learning rate as a function of the step; by default the optimizer's.
         evaluator: used by `evaluate`.
-        checkpoints: used by `save` and `restore`: a `CheckpointManager`, or its directory.
+        checkpoints: a directory, or a `CheckpointManager`; used by `save` and `restore`. Into a
+            directory, `train` saves once a minute, at its end and at Ctrl-C; for a manager, see its
+            ``save_every_seconds``. `train_and_evaluate` saves at each evaluation, into either.
         actions: called with a `Status` after each call of `Steps.run`. If an action has a method
             ``steps_until_due(step) -> int`` (see `ctl.actions.Every`), calls end where it is due.
         eval_actions: called with ``(step, results)`` after each evaluation; may return `STOP`. They
@@ -260,7 +265,7 @@ class Loop:
         self._pace = Pace(checked("steps_per_loop", steps_per_loop), first_alone=alone)
         self.evaluator = evaluator
         if isinstance(checkpoints, str | os.PathLike):
-            checkpoints = CheckpointManager(checkpoints)
+            checkpoints = CheckpointManager(checkpoints, save_every_seconds=_SAVE_SECONDS)
         self.checkpoints = checkpoints
         self.actions = list(actions)
         self.eval_actions = [*remembered(schedule), *eval_actions]
@@ -289,6 +294,10 @@ class Loop:
         self.history = History(lambda: scalars.latest, reads=not self._several_workers)
         self._watchers: list[Any] = [self.history]  # and a progress bar before it
         self._kept = Kept(step, self.state, checkpoints)
+        self._save_every = getattr(checkpoints, "save_every_seconds", None)
+        self._evaluations_save = False  # as in `train_and_evaluate`
+        self._saved, self._saved_time = -1, 0.0  # the last save: its step; by `Pace.elapsed`
+        self._saved_itself = -1  # step of the last one that the program has not asked for
         self._divergence = Divergence(step, self.dataset, checkpoints)
         self._input_wait = InputWait(self.dataset)
         self._is_chief = workers.is_chief(self.strategy)
@@ -297,7 +306,8 @@ class Loop:
         self._doing = ""  # what `translate_failures` is for, at present
         self._agreed: Any = None  # settings of the step
         self._evaluated: dict[str, float] | None = None  # results at the current step
-        self.stopped = self._asked_to_end = False  # by any action; by this worker's
+        self.stopped, self._ended_by = False, ""  # by any action, and which
+        self._asked_by = ""  # an action of this worker has asked to end the training
         jit.decide(self.step, self.dataset)
         step.attach(self)
         step.trace_guards.snapshot(step)
@@ -328,6 +338,9 @@ class Loop:
     ) -> dict[str, float]:
         """Trains until the global step is ``until``, or an action calls `Status.stop`.
 
+        A loop that saves by itself (see ``checkpoints`` of the class) has saved when it returns,
+        unless ``total`` says that the training goes on.
+
         Args:
             until: global step at the end of this call.
             epochs: instead of ``until``, epochs at the end of this call. Like steps, they count
@@ -351,8 +364,9 @@ class Loop:
             DivergedError: the loss is not finite, or too many updates in a row were skipped.
             Preempted: a signal arrived (see `stop_on_signals`); the state was saved, if there are
                 checkpoints. In a notebook or a shell, the stop button or Ctrl-C does the same, with
-                `KeyboardInterrupt`; the next call goes on.
-            CheckpointError: a save in the background failed.
+                `KeyboardInterrupt`; the next call goes on. So does Ctrl-C in a script, if the loop
+                saves by itself.
+            CheckpointError: a save failed.
             PeerError: another worker was lost.
             UsageError: the workers do not agree, the step does not fit the batches, a label is not
                 a class, or a change would have no effect (`_check`,
@@ -366,8 +380,9 @@ class Loop:
         runs = self._runs(step, until)
         with (
             self._showing(progress, runs, eager),
-            calling(callbacks, self, total),
+            calling(callbacks, self, total, None, self._say),
             self.translate_failures("training"),
+            self._saving(until, total),
         ):
             if runs:
                 if eager:
@@ -376,7 +391,7 @@ class Loop:
             while step < until and not self.stopped:
                 steps = min(1 if eager else self._pace.steps(), until - step)
                 steps = self.steps.reserve(min(steps, steps_until_due(self.actions, step)))
-                report = self._pace.worker_report(self.signals.arrived, self._asked_to_end)
+                report = self._pace.worker_report(self.signals.arrived, bool(self._asked_by))
                 if (key := self.step.trace_key)[1:] != self._agreed:  # an action changed a setting
                     self.begin(step)
                     key = self.step.trace_key
@@ -425,9 +440,9 @@ class Loop:
             )
         elif warns:
             logging.warning(
-                "no step is run: an action or a callback ended the training at step %d; to go on, "
-                "set loop.stopped = False",
-                step,
+                "no step is run: %s ended the training at step %d; to go on, set loop.stopped = "
+                "False",
+                *(self._ended_by or "an action or a callback", step),
             )
         return False
 
@@ -520,18 +535,28 @@ class Loop:
             self.checkpoints.check()
         status = status_of(step, until, seconds_per_step, self.dataset, self.scalars)
         run_actions([*self.actions, *self._watchers], status)
-        self._asked_to_end |= status.stops
-        if self._asked_to_end and not self._several_workers:  # several learn of it in the next call
+        self._asked_by = self._asked_by or status.stopped_by
+        if self._asked_by and not self._several_workers:  # several learn of it in the next call
             self._stop(step)
             if not status.final:
                 status = dataclasses.replace(status, until=step, final=True)
                 run_actions([*self.actions, *self._watchers], status)
+        waited = self._pace.elapsed - self._saved_time
+        if self._saves and waited >= self._saves and not status.final:
+            self._save_itself(step)
         self._kept.keep(step)
         return status.scalars() if status.final else {}
 
     def _stop(self, step: int) -> None:
-        logging.info("an action ended the training at step %d", step)
-        self.stopped, self._asked_to_end = True, False
+        self.stopped, self._ended_by = True, self._asked_by or "an action of another worker"
+        self._asked_by = ""
+        self._say(f"{self._ended_by} ended the training at step {step}")
+
+    def _say(self, text: str) -> None:
+        """To the log, and to who looks at a progress bar."""
+        logging.info("%s", text)
+        for bar in self._watchers[:-1]:
+            bar.say(text)
 
     # Evaluation and state -----------------------------------------------------------------------
 
@@ -554,26 +579,64 @@ class Loop:
             results = run(on_progress, lambda: self.signals.arrived)
         for action in self.eval_actions:
             with watchdog.host("an action after the evaluation", self.global_step):
-                self._asked_to_end |= action(self.global_step, results) is STOP
+                if action(self.global_step, results) is STOP:
+                    self._asked_by = self._asked_by or name_of(action)
         for watcher in self._watchers:
             watcher.evaluated(self.global_step, results)
-        if workers.any_of(self.strategy, self._asked_to_end):
+        if workers.any_of(self.strategy, bool(self._asked_by)):
             self._stop(self.global_step)
         return results
+
+    @property
+    def _saves(self) -> float | None:
+        """Seconds of steps between two saves of `train`; None if others say when to save."""
+        off = self._evaluations_save or (self._save_every and self._checkpoints().is_closed)
+        return None if off else self._save_every
+
+    def _save_itself(self, step: int) -> None:
+        self.save()
+        self._saved_itself = step
+
+    @contextlib.contextmanager
+    def _saving(self, until: int, total: int) -> Iterator[None]:
+        """Inside, the loop trains to ``until``. Saves at the end of the whole training, and returns
+        when the last save is on disk."""
+        if self._save_every and self._checkpoints().is_closed:
+            logging.warning("train() saves nothing: the manager of the checkpoints is closed")
+        began = self.global_step if self._saves else 0
+        yield
+        if not self._saves or (step := self.global_step) == began:
+            return
+        data_ended = step < until
+        if step >= total or self.stopped or data_ended:
+            if self._saved != step:
+                self._save_itself(step)
+            self._annotate(step, wait=True)
+
+    @contextlib.contextmanager
+    def _saving_with_evaluations(self) -> Iterator[None]:
+        self._evaluations_save = True
+        try:
+            yield
+        finally:
+            self._evaluations_save = False
 
     def save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
         """Saves the state and ``metrics`` in the background; with ``wait``, returns when they are
         on disk. Call it on all workers; the chief writes. Raises `CheckpointError` if a save
         failed, `UsageError` if the loop has no checkpoints; also as `check_copies` does."""
         checkpoints = self._checkpoints()
+        step = self._saved = self.global_step
+        self._saved_time = self._pace.elapsed
         with LEDGER.spend("saving"):
             self.state.collect()
             if not self._is_chief:
                 return
-            with watchdog.host("saving", self.global_step):
+            with watchdog.host("saving", step):
                 check_copies(self.step, this_worker=True)
                 state, changed = self.state.variables(), self.step.trace_guards.changed(self.step)
-                checkpoints.save(self.global_step, state, metrics, changed=changed, wait=wait)
+                anew = step == self._saved_itself
+                checkpoints.save(step, state, metrics, changed=changed, wait=wait, replace=anew)
 
     def restore(self, *, changed: bool = True, grow: bool = False) -> Saved | None:
         """Restores the last checkpoint (see `manifest.newest_first`) and returns it; None if there
@@ -590,7 +653,9 @@ class Loop:
         saved, results = self.state.restore(self._checkpoints(), changed, grow)
         if saved:
             self._evaluated = results or None
-            self.stopped, self._asked_to_end = saved.stopped, False
+            self.stopped, self._ended_by, self._asked_by = saved.stopped, "", ""
+            self._saved, self._saved_time = saved.step, self._pace.elapsed
+            self._saved_itself = -1
             self.scalars.reset()
             self._kept.forget()
             self.history.rewind(saved.step)
@@ -629,9 +694,10 @@ class Loop:
         ends the training. Saves and evaluates every ``evaluate_every`` steps, or epochs
         (``"0.5ep"``), by default at the end of each epoch, and at the end. If the current step is
         due but not evaluated, as after a restore, evaluates first. Returns the results of the last
-        evaluation. Traces the evaluation first, so that its mistakes are known before the first
-        step. For ``progress``, ``callbacks`` and ``eager``, which traces nothing, see `train`.
-        Raises `UsageError` if ``evaluate_every`` is not a whole number of at least 1 or a number of
+        evaluation; if a callback has given the model the weights of an earlier step, those of that
+        step. Traces the evaluation first, so that its mistakes are known before the first step. For
+        ``progress``, ``callbacks`` and ``eager``, which traces nothing, see `train`. Raises
+        `UsageError` if ``evaluate_every`` is not a whole number of at least 1 or a number of
         epochs, or epochs have no known length; also as `train` and `evaluate` do."""
         until = end_of_training(until, epochs, self.dataset)
         every = evaluation_interval(evaluate_every, self.dataset)
@@ -641,11 +707,13 @@ class Loop:
         runs = self._runs(self.global_step, until, warns=bool(self.history.steps))
         with (
             self._showing(progress, runs, eager) as bar,
-            calling(callbacks, self, until, every),
+            calling(callbacks, self, until, every, self._say) as called,
+            self._saving_with_evaluations(),
         ):
             if runs and not eager:
                 self._trace_evaluation(evaluator)
-            return self._train_and_evaluate(until, every, on_progress or bar, eager)
+            results = self._train_and_evaluate(until, every, on_progress or bar, eager)
+        return (called and called.results) or results
 
     def _train_and_evaluate(
         self, until: int, every: float, on_progress: OnProgress | None, eager: bool
@@ -688,7 +756,8 @@ class Loop:
     def _annotate(self, step: int, wait: bool) -> None:
         """Adds the results of the evaluation to the checkpoint of ``step``, if the loop saves."""
         if self.checkpoints and self._is_chief:
-            self.checkpoints.annotate(step, self._evaluated or {}, stopped=self.stopped)
+            if self._evaluated or self.stopped:
+                self.checkpoints.annotate(step, self._evaluated or {}, stopped=self.stopped)
             if wait:
                 self.checkpoints.wait()
 
@@ -710,7 +779,7 @@ class Loop:
 
         Raises:
             Preempted: a signal asked to stop; the state was saved, if there are checkpoints.
-            KeyboardInterrupt: so did the stop button of a notebook, see `Signals.button`.
+            KeyboardInterrupt: so did Ctrl-C or the stop button of a notebook, see `Signals.button`.
             PeerError: a worker was lost.
             UsageError: a check in the graph failed, see `local_batch.translate_graph_checks`; or
                 the data cannot be read, see `translate_data_errors`.
@@ -719,7 +788,7 @@ class Loop:
         before, self._doing = self._doing, doing
         try:
             with (
-                self.signals.button(),
+                self.signals.button(in_scripts=self._save_every is not None),
                 workers.naming_lost_peers(self.strategy, doing, lambda: self.global_step),
                 translate_data_errors(*datasets),
                 local_batch.translate_graph_checks(self._place_of),
@@ -750,6 +819,8 @@ class Loop:
         if self.signals.is_button:
             if self.checkpoints:
                 self.save(wait=True)
+            if not is_shell():
+                return KeyboardInterrupt(f"step {step} is saved: after restore(), train() goes on")
             saved_too = " and is saved" if self.checkpoints else ""
             return KeyboardInterrupt(
                 f"the loop stopped after step {step}, keeps its state{saved_too}: train() goes on"
@@ -765,6 +836,6 @@ class Loop:
 
     def stop_on_signals(self) -> contextlib.AbstractContextManager[None]:
         """While inside, the loop answers SIGTERM and SIGINT: it finishes the current call, saves
-        the state and raises `Preempted`. For a second SIGINT, see `Signals.noted`. Main thread
-        only."""
+        the state and raises `Preempted`, which ends a program with 42. For a second SIGINT, see
+        `Signals.noted`. Main thread only."""
         return self.signals.noted()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import re
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -12,6 +15,7 @@ from ctl.base.actions import STOP, Every
 from ctl.checkpoint import CheckpointManager
 from ctl.distributed import workers
 from ctl.errors import UsageError
+from ctl.schedule.patience import EarlyStopping
 
 
 def stopping(at):
@@ -67,10 +71,44 @@ def test_no_step_is_run_after_the_end_unless_the_user_says_so(caplog):
     loop.train(200)
     assert loop.train(200) == {}
     assert loop.global_step == 5
-    assert "an action or a callback ended the training at step 5; to go on, set loop" in caplog.text
+    who = r"a lambda \(test_loop_stop\.py, line \d+\)"
+    said = rf"no step is run: {who} ended the training at step 5; to go on, set loop"
+    assert re.search(said, caplog.text)
     loop.stopped = False
     loop.train(8)
     assert loop.global_step == 8
+
+
+class Enough:
+    def __call__(self, status):
+        status.stop()
+
+    def after(self, step, results):
+        return STOP
+
+
+def enough(status):
+    status.stop()
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"actions": [Enough()]}, "Enough"),
+        ({"actions": [Every(functools.partial(enough), steps=2)]}, "enough"),
+        ({"actions": [lambda status: None, Every(Every(Enough(), steps=1), steps=1)]}, "Enough"),
+        ({"eval_actions": [lambda step, results: None, Enough().after]}, "Enough.after"),
+        ({"eval_actions": [EarlyStopping("loss", patience=1, min_delta=9.0)]}, "EarlyStopping"),
+    ],
+)
+def test_who_has_ended_the_training_is_named(capsys, caplog, options, name):
+    """To who looks at the bar, and by the next call."""
+    loop = make_loop(evaluate=20, steps_per_loop=2, **options)
+    loop.train_and_evaluate(200, evaluate_every=2, progress=True)
+    shown = capsys.readouterr().out
+    assert f"{name} ended the training at step {loop.global_step}\n" in shown
+    loop.train(200)
+    assert f"no step is run: {name} ended the training at step" in caplog.text
 
 
 def test_nothing_is_left_to_train_and_evaluate(caplog):

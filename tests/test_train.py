@@ -315,7 +315,7 @@ def test_a_run_that_stops_early(zygote, tmp_path):
     options = ["--schedule=plateau", "--learning_rate=0", "--plateau_patience=1"]
     options += ["--evaluate_every=5", "--early_stop=loss:2"]
     command = run_few(zygote, tmp_path, *options)
-    assert "an action ended the training at step 15" in command.stderr
+    assert "EarlyStopping ended the training at step 15" in command.stderr
     assert "learning rate: 0 from step 10 on" in command.stderr
     assert "done: 15 steps, 15 of them now" in command.stdout
     assert latest(tmp_path).stopped

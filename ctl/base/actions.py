@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import numbers
+import os
 import re
 import sys
 import time
@@ -41,6 +42,7 @@ class Status:
             metrics from the devices when an action asks first.
         reset: starts a new window for ``scalars``.
         stops: whether `stop` was called.
+        stopped_by: the name of the action that did.
     """
 
     step: int
@@ -51,6 +53,7 @@ class Status:
     scalars: Callable[[], dict[str, float]]
     reset: Callable[[], None]
     stops: bool = False
+    stopped_by: str = ""
 
     def stop(self) -> None:
         """Asks the training to end at this step: it calls the actions once more, evaluates and
@@ -64,6 +67,22 @@ Action = Callable[[Status], None]
 EvalAction = Callable[[int, dict[str, float]], Any]
 
 STOP = object()  #: An evaluation action on any worker that returns it ends the training there.
+
+
+def name_of(action: Any) -> str:
+    """The class or the function that the user knows an action by. One that calls others has an
+    attribute ``ended_by``: which of them has asked to end the training."""
+    if by := getattr(getattr(action, "__self__", action), "ended_by", ""):
+        return by
+    inner = getattr(action, "action", None) or getattr(action, "func", None)  # `Every`, `partial`
+    if inner:
+        return name_of(inner)
+    name = getattr(action, "__qualname__", type(action).__name__).rpartition("<locals>.")[2]
+    if name != "<lambda>":
+        return name
+    code = action.__code__
+    return f"a lambda ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})"
+
 
 NEVER = sys.maxsize  #: `Every.steps_until_due` returns it when no step is due.
 

@@ -8,6 +8,7 @@ import contextlib
 import os
 import queue
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
@@ -77,7 +78,8 @@ class Signals:
     def noted(self) -> Iterator[None]:
         """While inside, notes the last signal. A second SIGINT raises `KeyboardInterrupt`. If the
         main thread is in a call of TensorFlow that does not return for a second, the second SIGINT
-        ends the process with code 130.
+        ends the process with code 130. In a program of the user's, prints a `Preempted` that ends
+        the context: Python prints nothing when it ends the process.
 
         Raises:
             UsageError: entered outside the main thread.
@@ -91,23 +93,27 @@ class Signals:
             try:
                 with deciding():
                     yield
+            except Preempted as stopped:
+                if not _command:
+                    print(stopped, file=sys.stderr)
+                raise
             finally:
                 self._over.set()
                 if _command and self._number is not None:
                     _command.asked(self._number)
 
     @contextlib.contextmanager
-    def button(self) -> Iterator[None]:
+    def button(self, in_scripts: bool = False) -> Iterator[None]:
         """In a notebook or a shell, notes the first SIGINT, of the stop button or Ctrl-C, while
-        inside; the next one raises `KeyboardInterrupt`. Where something else than Python's default
-        handles SIGINT, and outside the main thread, it changes nothing.
+        inside; the next one raises `KeyboardInterrupt`. So it does ``in_scripts``. Where something
+        else than Python's default handles SIGINT, and outside the main thread, it changes nothing.
 
         Raises:
             StopRequested: at the end, if one came.
         """
         default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         main = threading.current_thread() is threading.main_thread()
-        if not (is_shell() and default and main):
+        if not ((is_shell() or in_scripts) and default and main):
             yield
             return
 

@@ -163,6 +163,23 @@ def read(prefix: str, variables: Mapping[str, list[tf.Variable]]) -> dict[str, l
         return values
 
 
+def holds(
+    prefix: str, specs: Mapping[str, Sequence[Any]], tensors: Mapping[str, list[tf.Tensor]]
+) -> bool:
+    """Whether the files, whose groups are ``specs``, hold the bits of ``tensors``, a `snapshot`.
+    Raises `durable.Damaged` as `read`, also if shapes or dtypes differ."""
+    if {key: len(group) for key, group in specs.items()} != {k: len(g) for k, g in tensors.items()}:
+        return False
+    values = read(prefix, tensors)
+    pairs = ((a, b) for key in tensors for a, b in zip(tensors[key], values[key], strict=True))
+    return all(_bits(one) == _bits(other) for one, other in pairs)
+
+
+def _bits(tensor: tf.Tensor) -> Any:
+    value = np.asarray(tensor)
+    return value.tolist() if value.dtype == object else value.tobytes()  # of strings: pointers
+
+
 def read_one(prefix: str, key: str, index: int) -> np.ndarray:
     """Reads the array of variable ``index`` of ``key``. Raises `durable.Damaged`: it cannot."""
     with _readable(prefix) as path:

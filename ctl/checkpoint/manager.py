@@ -14,6 +14,7 @@ TensorFlow reads the files without ctl::
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import itertools
@@ -25,7 +26,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -94,6 +94,7 @@ class CheckpointManager:
         best_metric: str = "accuracy",
         best_mode: Mode | None = None,
         keep_every_hours: float | None = None,
+        save_every_seconds: float | None = None,
         asynchronous: bool = True,
         fingerprint: Mapping[str, Any] | None = None,
         soft_keys: Sequence[str] = ("tensorflow",),
@@ -115,6 +116,8 @@ class CheckpointManager:
           best_metric: name of a metric given to `save` or `annotate`.
           best_mode: whether "max" or "min" is best; needed unless it is a "loss" or an "accuracy".
           keep_every_hours: also keep one checkpoint per this many hours.
+          save_every_seconds: `ctl.Loop.train` saves whenever its steps have taken this many seconds
+            since the last save, and at its end. By default, only the program saves.
           asynchronous: a thread writes the files, and `save` returns after the snapshot.
           fingerprint: JSON values that identify the run (data, model, optimizer), stored with each
             checkpoint. `restore` refuses a checkpoint with other ones. By default, the loop gives
@@ -129,6 +132,9 @@ class CheckpointManager:
           CheckpointError: the directory cannot be written, or another process writes it.
         """
         self.code: Mapping[str, Any] | None = None
+        self.save_every_seconds = save_every_seconds
+        if save_every_seconds is not None and save_every_seconds <= 0:
+            raise UsageError(f"save_every_seconds must be above 0, not {save_every_seconds}")
         if keep < 1 or keep_best < 0 or (keep_every_hours is not None and keep_every_hours <= 0):
             raise UsageError(
                 "A checkpoint manager needs keep >= 1, keep_best >= 0 and keep_every_hours > 0, "
@@ -179,6 +185,11 @@ class CheckpointManager:
                 raise
             logging.error("%s", error)  # The pending exception is the one to report.
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it writes no more, as when a later one has taken the directory over."""
+        return not self._writes
+
     def close(self) -> None:
         """Waits for the write in progress, raises its error, and frees the lock."""
         try:
@@ -202,6 +213,7 @@ class CheckpointManager:
         *,
         changed: Mapping[str, Any] | None = None,
         wait: bool = False,
+        replace: bool = False,
     ) -> Path:
         """Saves ``state`` as the checkpoint of ``step``, with the Python values that were
         ``changed`` (see `Saved.changed`); returns the directory it will be in.
@@ -211,7 +223,8 @@ class CheckpointManager:
         variable then uses a new buffer, so the state may occupy memory twice until the write ends.
         Variables that were not finite before training (see `note_constants`) may stay as they are.
 
-        An intact checkpoint of ``step`` in the history of this run stays as it is.
+        An intact checkpoint of ``step`` in the history of this run stays as it is. With
+        ``replace``, it gets the ``metrics`` too, and is written anew if it has other values.
 
         Raises:
           UsageError: ``step`` is negative, a key of ``state`` cannot be stored, or the directory
@@ -241,7 +254,7 @@ class CheckpointManager:
             code=self.code,
             changed=changed,
         )
-        self._submit(self._write, saved, tensors, wait=wait)
+        self._submit(self._write, saved, tensors, replace, wait=wait)
         return saved.path
 
     def require_restored(self) -> None:
@@ -398,21 +411,27 @@ class CheckpointManager:
         if self._lock is None:
             raise CheckpointError(f"cannot write {self.directory}: {self._why_not}")
 
-    def _write(self, saved: Saved, tensors: dict[str, list[tf.Tensor]]) -> None:
+    def _write(self, saved: Saved, tensors: dict[str, list[tf.Tensor]], anew: bool) -> None:
         """Writes a checkpoint, in the thread of the executor."""
         needed = bundle.size(tensors)
         unfinished = durable.scratch(self.directory, saved.path.name)
         try:
             if saved.step <= self._committed:
                 with contextlib.suppress(durable.Damaged):
-                    manifest.verified(saved.path)
-                    return
+                    there = manifest.verified(saved.path)
+                    if not anew:
+                        return
+                    if bundle.holds(there.prefix, there.variables, tensors):
+                        metrics = {**there.metrics, **saved.metrics}
+                        self._rewrite(dataclasses.replace(there, metrics=metrics))
+                        return
+                    saved = dataclasses.replace(saved, stopped=there.stopped)
             os.mkdir(unfinished)
             bundle.write(str(unfinished / "variables"), tensors)
             if self._lock:
                 self._lock.check()
             files = durable.seal(unfinished)
-            saved = replace(saved, files=files, fingerprint=self._identity())
+            saved = dataclasses.replace(saved, files=files, fingerprint=self._identity())
             manifest.dump(saved, unfinished, via=self.directory)
             durable.publish(unfinished, saved.path)
             manifest.commit(self.directory, saved.step)
@@ -439,13 +458,18 @@ class CheckpointManager:
         try:
             names = list(dict.fromkeys([*saved.evaluated, *metrics]))
             metrics = {**saved.metrics, **metrics}
-            saved = replace(saved, metrics=metrics, evaluated=names, stopped=stopped)
-            manifest.dump(saved, saved.path, via=self.directory)
-            self._apply_retention()
-            self._copy_to_store()
+            self._rewrite(
+                dataclasses.replace(saved, metrics=metrics, evaluated=names, stopped=stopped)
+            )
         except OSError as error:
             doing = f"add metrics to the checkpoint of step {step}"
             raise self._failure(doing, error) from error
+
+    def _rewrite(self, saved: Saved) -> None:
+        """Writes the manifest of a checkpoint again."""
+        manifest.dump(saved, saved.path, via=self.directory)
+        self._apply_retention()
+        self._copy_to_store()
 
     def _copy_to_store(self) -> None:
         if self._mirror:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -37,6 +37,11 @@ class KerasCallbacks:
     and the results of the last evaluation in it as ``val_…``. ``on_train_batch_end`` is called once
     for each call of the loop, which runs several steps, with the number of the last one.
     ``on_test_batch_…`` are not called.
+
+    Attributes:
+        ended_by: the class of the callback that has set ``model.stop_training``.
+        results: of the evaluation of an earlier step, if a callback has given the model the weights
+            of that step at the end (``restore_best_weights``); else empty.
 
     Args:
         callbacks: of Keras.
@@ -77,6 +82,7 @@ class KerasCallbacks:
                 _check_monitored(callback, step, evaluator)
             _choose_mode(callback, metrics)
         self._model: Any = step.model
+        self.ended_by = "a callback"
         self._every = evaluate_every
         self._steps = steps_per_epoch(dataset) or evaluate_every or max(1, until - start)
         self._reads = any(map(_has_batch_end, self.callbacks))
@@ -87,6 +93,9 @@ class KerasCallbacks:
         self._ended: _Logs | None = None  # logs of an epoch that waits for its evaluation
         self._evaluated: _Logs = {}  # results in this epoch
         self._last: _Logs = {}
+        self._restoring = [c for c in self.callbacks if getattr(c, "restore_best_weights", False)]
+        self._best: dict[Any, tuple[int, _Logs]] = {}  # of these: step and evaluation of the best
+        self.results: _Logs = {}
         epochs = max(1, -(-until // self._steps))
         params = {"verbose": 0, "epochs": int(epochs), "steps": int(-(-self._steps // 1))}
         for callback in self.callbacks:
@@ -98,12 +107,22 @@ class KerasCallbacks:
         self._call("on_train_begin", {})
         self._begin_epoch()
 
-    def end(self) -> None:
-        """After the last step and its evaluation."""
+    def end(self) -> str:
+        """After the last step and its evaluation. Returns what to say of the model's weights, if
+        they are not those of the last step."""
         if self._is_open and self._step > self._begun:
             self._final = True
             self._end_epoch(self._ended or {})
         self._call("on_train_end", self._last)
+        said = ""
+        for callback, (step, evaluated) in self._best.items():
+            if callback.best_weights is not None and step < self._step:
+                self.results = {name[len("val_") :]: value for name, value in evaluated.items()}
+                said = (
+                    f"{type(callback).__name__} gave the model the weights of step {step}, the "
+                    f"best; optimizer and checkpoints are those of step {self._step}"
+                )
+        return said
 
     def steps_until_due(self, step: int) -> int:
         """Steps until the epoch ends, see `ctl.actions.Every`."""
@@ -154,16 +173,22 @@ class KerasCallbacks:
         self._call("on_train_batch_begin", self._batch, {})
 
     def _end_epoch(self, logs: _Logs) -> None:
-        self._last = logs | self._evaluated
+        evaluated, self._last = self._evaluated, logs | self._evaluated
         self._ended, self._evaluated, self._is_open = None, {}, False
         self._call("on_epoch_end", self._epoch, self._last)
+        for callback in self._restoring:
+            if getattr(callback, "best_epoch", None) == self._epoch:
+                self._best[callback] = self._step, evaluated
         self._epoch += 1
         if not (self._final or self._model.stop_training):
             self._begin_epoch()
 
     def _call(self, hook: str, *arguments: Any) -> None:
         for callback in self.callbacks:
+            stopped = self._model.stop_training
             getattr(callback, hook)(*arguments)
+            if self._model.stop_training and not stopped:
+                self.ended_by = type(callback).__name__
 
 
 def _check(callback: Any, step: TrainStep) -> None:
@@ -234,15 +259,18 @@ def _logs(status: Status) -> _Logs:
 
 
 @contextlib.contextmanager
-def calling(callbacks: Any, loop: Any, until: int, every: float | None = None) -> Iterator[None]:
+def calling(
+    callbacks: Any, loop: Any, until: int, every: float | None, say: Callable[[str], None]
+) -> Iterator[KerasCallbacks | None]:
     """Calls ``callbacks`` of Keras inside, where ``loop`` trains to step ``until`` and evaluates
-    every so many steps. Without callbacks, or steps to run, does nothing.
+    every so many steps, if it does. Calls ``say`` with what the user should know at the end.
+    Without callbacks, or steps to run, does nothing, and gives None.
 
     The model has the optimizer of the step inside, as callbacks expect it.
     """
     step, start = loop.step, loop.global_step
     if not callbacks or start >= until or loop.stopped:
-        yield
+        yield None
         return
     step.model.stop_training = False
     with _optimizer_of(step):
@@ -260,8 +288,9 @@ def calling(callbacks: Any, loop: Any, until: int, every: float | None = None) -
         loop.scalars.reset()  # the logs of the first epoch begin here
         try:
             adapter.begin()
-            yield
-            adapter.end()
+            yield adapter
+            if said := adapter.end():
+                say(said)
         finally:
             loop.actions.remove(adapter)
             loop.eval_actions.remove(adapter.evaluated)

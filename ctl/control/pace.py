@@ -17,6 +17,9 @@ class Pace:
     All workers must run the same number of steps, but their clocks differ. They therefore use the
     mean of their measurements, which each gets from the reduction at the end of the next call.
 
+    Attributes:
+        elapsed: seconds that calls have taken, without tracing: a clock that all workers share.
+
     Args:
         steps_per_loop: a fixed number of steps per call.
         first_alone: whether the first call runs one step all the same.
@@ -25,6 +28,7 @@ class Pace:
     def __init__(self, steps_per_loop: int | None = None, first_alone: bool = False):
         self._fixed = steps_per_loop
         self._first_alone = first_alone
+        self.elapsed = 0.0
         self._measured = self._agreed = 0.0  # seconds per step; 0: not known
         self._key: Any = None  # of the call that runs
         self._traced: set[Any] = set()  # keys of calls that succeeded
@@ -56,4 +60,5 @@ class Pace:
         if not self._first:
             self._measured = seconds / steps
         self._agreed = self._measured if mean is None else mean
+        self.elapsed += self._agreed * steps
         return not self._first

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ctl.base.actions import NEVER, Action, Status
+from ctl.base.actions import NEVER, Action, Status, name_of
 from ctl.data.dataset import Dataset
 from ctl.data.epochs import steps_per_epoch
 from ctl.distributed.watch import watchdog
@@ -121,3 +121,5 @@ def run_actions(actions: Sequence[Action], status: Status) -> None:
         name = type(getattr(action, "action", action)).__name__  # an `Every` holds the action
         with watchdog.host(f"the action {name}", status.step):
             action(status)
+        if status.stops and not status.stopped_by:
+            status.stopped_by = name_of(action)

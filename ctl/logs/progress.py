@@ -144,6 +144,10 @@ class Progress:
         self._live.console.print(Text(format_record(record, left)), soft_wrap=True)
         self._live.refresh()  # or the bar would lag behind the record
 
+    def say(self, text: str) -> None:
+        """Prints a line above the bar."""
+        self._live.console.print(Text(text), soft_wrap=True)
+
     def close(self) -> None:
         """Leaves the bar on the screen and releases the terminal. A second call has no effect."""
         if self._log_stream:

@@ -36,7 +36,10 @@ class Range:
 
     Attributes:
         points: rate, and loss as an exponential moving average that is corrected for its start.
+        ended_by: what the loop says.
     """
+
+    ended_by = "a loss that has exploded"
 
     def __init__(self) -> None:
         self.points: list[tuple[float, float]] = []

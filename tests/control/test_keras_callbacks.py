@@ -121,6 +121,31 @@ def test_early_stopping_ends_at_the_epoch_of_fit():
         np.testing.assert_allclose(mine, other, atol=1e-5)
 
 
+def test_which_weights_the_model_has_at_the_end_is_said(capsys):
+    """Keras gives it the best ones after the last evaluation."""
+    stops = of_keras.EarlyStopping("val_loss", patience=2, restore_best_weights=True)
+    loop = make(rate=3.0)
+    results = loop.train_and_evaluate(epochs=20, callbacks=[stops], progress=True)
+    best, last = 4 * (stops.best_epoch + 1), loop.global_step
+    assert best < last
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"EarlyStopping ended the training at step {last}" in shown
+    assert (
+        f"EarlyStopping gave the model the weights of step {best}, the best; optimizer and "
+        f"checkpoints are those of step {last}"
+    ) in shown
+    assert results == loop.history.evaluations[best] != loop.history.evaluations[last]
+    assert loop.evaluate()["loss"] == pytest.approx(results["loss"], rel=1e-6)
+
+
+def test_nothing_is_said_of_weights_that_are_the_last(capsys):
+    keeps = of_keras.EarlyStopping("val_loss", patience=9, restore_best_weights=True)
+    loop = make()
+    results = loop.train_and_evaluate(epochs=2, callbacks=[keeps], progress=True)
+    assert keeps.best_epoch == 1 and results == loop.history.evaluations[8]
+    assert "gave the model" not in capsys.readouterr().out
+
+
 def test_rates_are_those_of_fit():
     def made():
         plateau = of_keras.ReduceLROnPlateau("val_loss", 0.5, patience=1, min_delta=0.03)
