@@ -529,11 +529,21 @@ def _checked(schema: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, list | tuple) or not all(isinstance(one, kind) for one in value):
             raise UsageError(f"config.json: the {name} of the data cannot be {str(value)[:80]}")
         result[name] = tuple(value)
-    of_columns: dict[str, Any] = {"words": (list, tuple), "missing": (int, float, str)}
-    for name, kind in of_columns.items():
+    for name, fits in (("words", _are_words), ("missing", _are_numbers)):
         value = schema.get(name) or {}
-        held = value.values() if isinstance(value, dict) else [None]
-        if not all(isinstance(one, kind) for one in held):
+        if not isinstance(value, dict) or not fits(value, result.get("words", {})):
             raise UsageError(f"config.json: the {name} of the data cannot be {str(value)[:80]}")
         result[name] = value
     return result
+
+
+def _are_words(of_columns: Mapping[str, Any], _: Mapping[str, Any]) -> bool:
+    """Whether each column has a list of text."""
+    lists = [*of_columns.values()]
+    return all(isinstance(one, list | tuple) and all(type(w) is str for w in one) for one in lists)
+
+
+def _are_numbers(of_columns: Mapping[str, Any], words: Mapping[str, Any]) -> bool:
+    """Whether each column has a number, but those with words, which have text."""
+    kinds = {name: str if name in words else (int, float) for name in of_columns}
+    return all(isinstance(value, kinds[name]) for name, value in of_columns.items())

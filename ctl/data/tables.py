@@ -769,10 +769,11 @@ def _one_hot(table: Table, name: str, words: Sequence[str]) -> np.ndarray:
     for row, text in enumerate(texts):
         if text in places:
             hot[row, places[text]] = 1
-    if unknown := {*texts} - {*words, ""}:
+    if unknown := [text for text in texts if text and text not in places]:
         logging.warning(
-            "%s: %s has words that the training examples do not have; they are as no word: %s",
-            *(table.name, plain(name), listed(sorted(unknown))),
+            "%s: %d of %d values of %s are words that the training examples do not have; they are "
+            "as no word: %s",
+            *(table.name, len(unknown), len(table), plain(name), listed(sorted({*unknown}))),
         )
     return hot
 

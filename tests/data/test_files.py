@@ -226,7 +226,8 @@ def test_words_and_means_are_those_of_the_training_examples(tmp_path, caplog):
     again = Files(tmp_path / "t.csv", **options)
     assert load(again, "train[:90%]").fingerprint() == train.fingerprint()
     assert again.schema["words"] == files.schema["words"]
-    for name, value in (("words", {"kind": "pq"}), ("missing", {"age": None}), ("words", ["p"])):
+    wrong = [("words", {"kind": "pq"}), ("words", {"kind": [1]}), ("words", ["p"])]
+    for name, value in (*wrong, ("missing", {"age": None}), ("missing", {"age": ""})):
         with pytest.raises(UsageError, match=f"^config.json: the {name} of the data cannot be "):
             Files(tmp_path / "u.csv", schema=schema | {name: value})
 

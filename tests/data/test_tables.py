@@ -305,9 +305,9 @@ def test_words_that_the_training_does_not_have_are_no_word(tmp_path, caplog):
     choice = Choice(("a", "b"), ("y",), ("0", "1"), {"a": ("x", "y"), "b": ("1", "2")})
     features, _ = arrays(table(tmp_path, "a,b,y\nx,1,0\nz,3,1\ny,2,0\n"), choice)
     assert features.tolist() == [[1, 0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 1]]
-    said = "has words that the training examples do not have; they are as no word:"
+    said = "are words that the training examples do not have; they are as no word:"
     assert [record.getMessage() for record in caplog.records] == [
-        *(f"t.csv: a {said} z", f"t.csv: b {said} 3")
+        *(f"t.csv: 1 of 3 values of a {said} z", f"t.csv: 1 of 3 values of b {said} 3")
     ]
 
 
