@@ -111,7 +111,7 @@ class TrainStep(BaseStep):
     def __init__(
         self,
         model: keras.Model | Mapping[str, keras.Model],
-        optimizer: Optimizers | str,
+        optimizer: Optimizers | str | None = None,
         loss_fn: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | str = cross_entropy,
         *,
         metrics: Sequence[keras.metrics.Metric | str] = (),

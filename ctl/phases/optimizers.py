@@ -375,6 +375,11 @@ def from_name(optimizer: Any, model: Any = None) -> Any:
         UsageError: it is neither a Keras optimizer, nor such a name, nor parameter groups; or the
             names of a dict are not those of the models that train.
     """
+    if optimizer is None and getattr(model, "optimizer", None) is not None:
+        raise UsageError(
+            "a step takes nothing from model.compile: give TrainStep(model, model.optimizer, "
+            "model.loss, metrics=[...])"
+        )
     if isinstance(optimizer, Mapping):
         return _of_models(optimizer, model)
     if isinstance(optimizer, str):

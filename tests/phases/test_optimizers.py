@@ -247,3 +247,13 @@ def test_an_evaluation_adds_a_list_of_losses(mirrored):
     model = mlp()
     once, both = (Evaluator(kind(model), batches()).run()["loss"] for kind in (EvalStep, Both))
     assert both == pytest.approx(3 * once, rel=1e-6)
+
+
+def test_what_a_step_needs_is_named_if_it_was_compiled():
+    model = mlp()
+    with pytest.raises(UsageError, match="^None is not an optimizer: give an object such as"):
+        TrainStep(model)
+    model.compile("adam", "sparse_categorical_crossentropy")
+    with pytest.raises(UsageError, match=r"^a step takes nothing from model\.compile: give Tr"):
+        TrainStep(model)
+    TrainStep(model, model.optimizer, model.loss)
