@@ -56,6 +56,7 @@ from ctl.control.flight import attach_progress_marks, watched_call
 from ctl.control.input_wait import InputWait
 from ctl.control.kept import Kept
 from ctl.control.keras_callbacks import calling
+from ctl.control.own_saves import OwnSaves
 from ctl.control.pace import Pace
 from ctl.control.scalars import Scalars, run_actions, status_of, steps_until_due
 from ctl.control.state import TrainState
@@ -294,10 +295,7 @@ class Loop:
         self.history = History(lambda: scalars.latest, reads=not self._several_workers)
         self._watchers: list[Any] = [self.history]  # and a progress bar before it
         self._kept = Kept(step, self.state, checkpoints)
-        self._save_every = getattr(checkpoints, "save_every_seconds", None)
-        self._evaluations_save = False  # as in `train_and_evaluate`
-        self._saved, self._saved_time = -1, 0.0  # the last save: its step; by `Pace.elapsed`
-        self._saved_itself = -1  # step of the last one that the program has not asked for
+        self._own_saves = OwnSaves(checkpoints, self._pace)
         self._divergence = Divergence(step, self.dataset, checkpoints)
         self._input_wait = InputWait(self.dataset)
         self._is_chief = workers.is_chief(self.strategy)
@@ -541,8 +539,7 @@ class Loop:
             if not status.final:
                 status = dataclasses.replace(status, until=step, final=True)
                 run_actions([*self.actions, *self._watchers], status)
-        waited = self._pace.elapsed - self._saved_time
-        if self._saves and waited >= self._saves and not status.final:
+        if self._own_saves.are_due and not status.final:
             self._save_itself(step)
         self._kept.keep(step)
         return status.scalars() if status.final else {}
@@ -587,47 +584,33 @@ class Loop:
             self._stop(self.global_step)
         return results
 
-    @property
-    def _saves(self) -> float | None:
-        """Seconds of steps between two saves of `train`; None if others say when to save."""
-        off = self._evaluations_save or (self._save_every and self._checkpoints().is_closed)
-        return None if off else self._save_every
-
     def _save_itself(self, step: int) -> None:
         self.save()
-        self._saved_itself = step
+        self._own_saves.last_own = step
 
     @contextlib.contextmanager
     def _saving(self, until: int, total: int) -> Iterator[None]:
         """Inside, the loop trains to ``until``. Saves at the end of the whole training, and returns
         when the last save is on disk."""
-        if self._save_every and self._checkpoints().is_closed:
-            logging.warning("train() saves nothing: the manager of the checkpoints is closed")
-        began = self.global_step if self._saves else 0
+        saves = self._own_saves
+        saves.warn_if_closed()
+        began = self.global_step if saves.are_on else 0
         yield
-        if not self._saves or (step := self.global_step) == began:
+        if not saves.are_on or (step := self.global_step) == began:
             return
         data_ended = step < until
         if step >= total or self.stopped or data_ended:
-            if self._saved != step:
+            if saves.last != step:
                 self._save_itself(step)
             self._annotate(step, wait=True)
-
-    @contextlib.contextmanager
-    def _saving_with_evaluations(self) -> Iterator[None]:
-        self._evaluations_save = True
-        try:
-            yield
-        finally:
-            self._evaluations_save = False
 
     def save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
         """Saves the state and ``metrics`` in the background; with ``wait``, returns when they are
         on disk. Call it on all workers; the chief writes. Raises `CheckpointError` if a save
         failed, `UsageError` if the loop has no checkpoints; also as `check_copies` does."""
         checkpoints = self._checkpoints()
-        step = self._saved = self.global_step
-        self._saved_time = self._pace.elapsed
+        step = self.global_step
+        self._own_saves.note(step)
         with LEDGER.spend("saving"):
             self.state.collect()
             if not self._is_chief:
@@ -635,7 +618,7 @@ class Loop:
             with watchdog.host("saving", step):
                 check_copies(self.step, this_worker=True)
                 state, changed = self.state.variables(), self.step.trace_guards.changed(self.step)
-                anew = step == self._saved_itself
+                anew = step == self._own_saves.last_own
                 checkpoints.save(step, state, metrics, changed=changed, wait=wait, replace=anew)
 
     def restore(self, *, changed: bool = True, grow: bool = False) -> Saved | None:
@@ -654,8 +637,8 @@ class Loop:
         if saved:
             self._evaluated = results or None
             self.stopped, self._ended_by, self._asked_by = saved.stopped, "", ""
-            self._saved, self._saved_time = saved.step, self._pace.elapsed
-            self._saved_itself = -1
+            self._own_saves.note(saved.step)
+            self._own_saves.last_own = -1
             self.scalars.reset()
             self._kept.forget()
             self.history.rewind(saved.step)
@@ -708,7 +691,7 @@ class Loop:
         with (
             self._showing(progress, runs, eager) as bar,
             calling(callbacks, self, until, every, self._say) as called,
-            self._saving_with_evaluations(),
+            self._own_saves.paused(),
         ):
             if runs and not eager:
                 self._trace_evaluation(evaluator)
@@ -788,7 +771,7 @@ class Loop:
         before, self._doing = self._doing, doing
         try:
             with (
-                self.signals.button(in_scripts=self._save_every is not None),
+                self.signals.button(in_scripts=self._own_saves.seconds is not None),
                 workers.naming_lost_peers(self.strategy, doing, lambda: self.global_step),
                 translate_data_errors(*datasets),
                 local_batch.translate_graph_checks(self._place_of),
