@@ -319,6 +319,11 @@ def parse_early_stop(text: str, best_mode: str | None, best_metric: str) -> tupl
             f"--early_stop={text} is not METRIC:PATIENCE: write the name of a metric and a number "
             "of evaluations from 1 (loss:5)"
         )
+    if metric.startswith("val_"):
+        raise UsageError(
+            f"--early_stop={text}: it takes results of evaluations, by their names: write "
+            f"--early_stop={text.removeprefix('val_')}"
+        )
     known = known_mode(metric)
     if known and mode not in (None, known):
         raise UsageError(f"--early_stop={text}: the best {metric} is the {_EXTREME[known]}")

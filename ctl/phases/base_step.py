@@ -404,6 +404,8 @@ class BaseStep(AutographMethods):
             labels.check_ids(self.model, dataset, step)
         if labels.takes_classes(loss_fn):
             labels.check_labels(labels.CROSS_ENTROPY, self.model, dataset, step)
+        if labels.takes_binary(loss_fn):
+            labels.check_labels(labels.BINARY, self.model, dataset, step)
         if loss_fn not in labels.CHECKED:
             return
         if step is None:

@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -75,6 +75,13 @@ def check_kind(model: Any) -> None:
 def check_loss_and_metrics(loss_fn: Any, **metrics: Any) -> None:
     """Refuses a ``loss_fn`` that is neither a function nor None, arguments of metrics that are not
     lists of Keras metrics, such as one name, and two metrics of one name."""
+    if isinstance(loss_fn, Mapping | list | tuple):
+        raise UsageError(
+            f"loss_fn is a {type(loss_fn).__name__}: of several outputs, give one function, which "
+            "adds their losses with their weights: lambda labels, outputs: first(labels['a'], "
+            "outputs['a']) + 0.5 * second(labels['b'], outputs['b']), one for each example; "
+            "self.log in a loss() of your own logs each"
+        )
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(
             f"loss_fn is {loss_fn!r}: give a function of labels and outputs that returns one loss "

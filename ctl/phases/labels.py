@@ -84,6 +84,11 @@ def takes_classes(loss_fn: Any) -> bool:
     )
 
 
+def takes_binary(loss_fn: Any) -> bool:
+    """Whether ``loss_fn`` is Keras's cross entropy of two classes, whose labels are from 0 to 1."""
+    return isinstance(loss_fn, keras.losses.BinaryCrossentropy)
+
+
 def check_features(model: keras.Model, dataset: Any) -> None:
     """Raises `UsageError` if the features of ``dataset`` have another shape than ``model`` takes.
 

@@ -113,6 +113,11 @@ WRONG = [
     (("--step=MyStep",), "--step=MyStep is neither package.module:MyStep nor file.py:MyStep, a s"),
     (("--metrics=a:b,accuracy",), "--metrics=a:b,accuracy is not NAME,NAME"),
     (("--early_stop=loss",), "--early_stop=loss is not METRIC:PATIENCE"),
+    (
+        ("--early_stop=val_loss:3",),
+        "--early_stop=val_loss:3: it takes results of evaluations, by their names: write "
+        "--early_stop=loss:3",
+    ),
     (("--early_stop=f1:3",), "--early_stop=f1:3: write f1:3:max or f1:3:min, as is best"),
     (
         ("--best_metric=auc", "--best_mode=max", "--early_stop=mae:3"),

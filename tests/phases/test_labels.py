@@ -77,6 +77,20 @@ class TestLabels:
         loss_fn.ignore_class = -1
         self.made([0, -1, 1, 1], in_memory=True, loss_fn=loss_fn)
 
+    @pytest.mark.parametrize("in_memory", [True, False])
+    def test_of_two_classes_by_keras(self, in_memory):
+        def model():
+            return keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(1, "sigmoid")])
+
+        def made(labels):
+            options = {"model": model, "loss_fn": keras.losses.BinaryCrossentropy()}
+            return self.made(labels, in_memory=in_memory, **options)
+
+        with pytest.raises(UsageError, match="^labels.* are 1 to 2, and .* takes 0 and 1"):
+            made([1, 2, 2, 1])
+        made([0, 1, 1, 0])
+        made(np.float32([0.1, 1, 1, 0]))
+
     @pytest.mark.parametrize("wrong", [CLASSES, 2**32 + 1])
     def test_in_the_step(self, wrong):
         loop = self.made([0, wrong, 1, 1], in_memory=False)

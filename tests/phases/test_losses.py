@@ -186,3 +186,21 @@ def test_labels_may_be_arrays(labels):
     logits = FEATURES[:, :3]
     wanted = keras.losses.sparse_categorical_crossentropy(CLASSES, logits, from_logits=True)
     np.testing.assert_allclose(ctl.losses.cross_entropy(labels, logits), wanted, rtol=1e-5)
+
+
+def test_losses_of_several_outputs_are_one_function():
+    inputs = keras.Input([3])
+    outputs = {name: keras.layers.Dense(1, name=name)(inputs) for name in "ab"}
+    model = keras.Model(inputs, outputs)
+    with pytest.raises(UsageError, match="loss_fn is a dict: of several outputs, give one func"):
+        ctl.TrainStep(model, "sgd", {"a": "mse", "b": "mse"})
+    labels = {"a": np.ones([4, 1], "float32"), "b": np.zeros([4, 1], "float32")}
+
+    def both(labels, outputs):
+        a, b = (tf.square(labels[name] - outputs[name])[:, 0] for name in "ab")
+        return a + 0.5 * b
+
+    loop = ctl.Loop(ctl.TrainStep(model, "sgd", both), (np.eye(4, 3), labels), global_batch_size=4)
+    first = model(np.eye(4, 3))
+    want = np.mean(both(labels, first))
+    assert loop.train(1)["loss"] == pytest.approx(float(want), rel=1e-6)

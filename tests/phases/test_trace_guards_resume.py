@@ -186,3 +186,21 @@ def test_an_older_checkpoint_changes_nothing(tmp_path):
     assert resumed.restore().changed is None
     assert resumed.step.rate == 0.5
     resumed.checkpoints.close()
+
+
+def test_another_learning_rate_than_that_of_the_checkpoint_is_named(tmp_path, warnings_of):
+    def resumed(rate):
+        loop = make(tmp_path, optimizer=lambda: keras.optimizers.Adam(rate))
+        loop.restore()
+        return loop
+
+    loop = resumed(0.001)
+    loop.train(1)
+    loop.save(wait=True)
+    resumed(0.001)
+    assert not [line for line in warnings_of() if "learning_rate goes on" in line]
+    loop = resumed(0.1)
+    (said,) = [line for line in warnings_of() if "learning_rate goes on" in line]
+    assert "learning_rate goes on at 0.001, as in the checkpoint of step 1, and not at 0.1" in said
+    loop.step.optimizer.learning_rate = 0.1
+    assert loop.train(2)["learning_rate"] == pytest.approx(0.1)
