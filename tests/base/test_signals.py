@@ -25,6 +25,10 @@ def outer():
     signal.set_wakeup_fd(writer)
     yield reader
     assert signal.set_wakeup_fd(-1) == writer
+    for thread in threading.enumerate():
+        if thread.name == "ctl_signals":
+            thread.join(20)  # a late one would write to the pipe of the next test
+            assert not thread.is_alive()
     os.close(reader)
     os.close(writer)
 
