@@ -6,7 +6,6 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
@@ -77,11 +76,11 @@ class TrainState:
         # A checkpoint of another phase or setting has none of these.
         for settings in (_TRAINED, _COMPILED, _ROWS):
             state.pop(settings, None)
-        rates = _own_rates(step)
+        rates = step.updater.held_rates(scheduled=False)
         saved = checkpoints.restore(state)
         if not saved:
             return None, {}
-        for name, rate in _own_rates(step).items():
+        for name, rate in step.updater.held_rates(scheduled=False).items():
             if rate != rates[name]:
                 logging.warning(
                     "%s.learning_rate goes on at %g, as in the checkpoint of step %d, and not at "
@@ -161,14 +160,6 @@ def _with_whole_tables(
     if rows:
         state[_ROWS] = rows
     return state
-
-
-def _own_rates(step: TrainStep) -> dict[str, float]:
-    """The learning rates that no schedule gives, by the name of their optimizer."""
-    updater = step.updater
-    pairs = zip(updater.optimizers().items(), updater.groups, strict=True)
-    of = {name: optimizer.learning_rate for (name, optimizer), g in pairs if g.schedule is None}
-    return {name: float(r.numpy()) for name, r in of.items() if isinstance(r, keras.Variable)}
 
 
 def _rows_of(step: TrainStep, stand_ins: Mapping[int, Any] = _NONE) -> list[Any]:

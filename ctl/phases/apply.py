@@ -183,6 +183,17 @@ class Updater:
         names = ["optimizer" + (f" {n}" if n > 1 else "") for n in numbers]
         return dict(zip(names, [group.optimizer for group in self.groups], strict=True))
 
+    def held_rates(self, scheduled: bool) -> dict[str, float]:
+        """The learning rates that are variables of optimizers, by `optimizers`: of those that have
+        a schedule, which is used instead, or of the others."""
+        rates = {
+            name: optimizer.learning_rate
+            for (name, optimizer), group in zip(self.optimizers().items(), self.groups, strict=True)
+            if (group.schedule is not None) == scheduled
+        }
+        variables = {n: rate for n, rate in rates.items() if isinstance(rate, keras.Variable)}
+        return {name: float(variable.value.numpy()) for name, variable in variables.items()}
+
     def learning_rates(self, step: tf.Tensor | None = None) -> list[tf.Tensor]:
         """Returns the learning rate of each group in the update at ``step`` (by default the next
         one), float32 scalars."""

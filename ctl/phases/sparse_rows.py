@@ -324,7 +324,7 @@ class Tables:
 def split_tables(step: Any) -> Iterator[dict[int, Shards]]:
     """Takes over the tables of ``step``'s model from an earlier step. With
     ``embedding_plan="sharded"``, splits those that ``sparse_rows`` wants by rows over the replicas;
-    with ``"auto"``, those that the plan says.
+    with ``"auto"``, those that the plan says. The other tables that wait for values get them.
     If something is raised inside, they become whole again. All workers must call it.
 
     Yields:

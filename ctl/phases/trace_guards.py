@@ -282,14 +282,7 @@ class TraceGuards:
         Raises:
             UsageError: the rate differs from the rate at an earlier call.
         """
-        updater = step.updater
-        for (name, optimizer), group in zip(
-            updater.optimizers().items(), updater.groups, strict=True
-        ):
-            variable = optimizer.learning_rate
-            if group.schedule is None or not isinstance(variable, keras.Variable):
-                continue
-            rate = float(variable.value.numpy())
+        for name, rate in step.updater.held_rates(scheduled=True).items():
             if self.rates.setdefault(name, rate) != rate:
                 raise UsageError(
                     f"{name}.learning_rate was set to {rate:g}, which has no effect, because it "
