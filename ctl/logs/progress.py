@@ -120,9 +120,12 @@ class Progress:
             scalars, self._read_at = dict(status.scalars()), now
         self._show(vars(status), scalars, now)
 
-    def evaluated(self, step: int, results: Mapping[str, float]) -> None:
+    def evaluated(
+        self, step: int, results: Mapping[str, float], steps_per_epoch: float | None = None
+    ) -> None:
         """Prints the results of an evaluation above the bar."""
-        self.write({"phase": "eval", "step": step, "epoch": None, **results})
+        epoch = step / steps_per_epoch if steps_per_epoch else None
+        self.write({"phase": "eval", "step": step, "epoch": epoch, **results})
 
     def evaluating(self, done: int, batches: int | None) -> None:
         """Shows evaluation progress, ``done`` of ``batches`` (None: unknown), instead of training.
@@ -156,7 +159,9 @@ class Progress:
         if self._is_open:
             self._is_open = False
             Progress.shown -= 1
-        self._live.stop()
+            self._live.stop()
+            if isinstance(self._live, Live) and not self._live.console.is_terminal:
+                self._live.console.line()  # as `Live` does on a terminal
 
     def _show(self, place: Mapping[str, Any], scalars: Mapping[str, float], now: float) -> None:
         left = self._time_left.seconds(place, now, scalars)
