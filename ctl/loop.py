@@ -361,9 +361,9 @@ class Loop:
             callbacks: of Keras, see `ctl.control.keras_callbacks.Epochs`; the same on all workers.
 
         Returns:
-            Scalars of the last epoch, with ``epochs`` or ``callbacks``; else of this call, or since
-            an action has called `Status.reset`. An empty dict if ``total`` was not reached, unless
-            an action ended the training or the data ended.
+            Scalars of the last epoch, with ``epochs`` or ``callbacks``; else since the training
+            began, or an action called `Status.reset`. An empty dict if ``total`` was not reached,
+            unless an action ended the training or the data ended.
 
         Raises:
             DivergedError: the loss is not finite, or too many updates in a row were skipped.

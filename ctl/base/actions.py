@@ -39,11 +39,11 @@ class Status:
         seconds_per_step: mean of the last call.
         final: whether training ends here. After `stop`, actions may be called twice at one step.
         scalars: returns loss, metrics, learning rate and examples/s since an action called
-            ``reset``. Until one does in this training: of the epoch so far, if the training has
-            epochs (see `ctl.logs.history.History.epochs`), else of the training. Reads the metrics
+            ``reset``. Where none does: of the epoch so far, if the training has epochs (see
+            `ctl.logs.history.History.epochs`), else since the training began. Reads the metrics
             from the devices when an action asks first.
-        reset: starts a new window for ``scalars``. The epoch's own scalars, which the history and
-            callbacks of Keras get, go on.
+        reset: starts a new window for ``scalars``. It does not cut the epoch's, which the history
+            and callbacks of Keras get.
         stops: whether `stop` was called.
         stopped_by: the name of the action that did.
     """

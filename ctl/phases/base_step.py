@@ -426,8 +426,8 @@ class BaseStep(AutographMethods):
             name: name in the record. No metric or other scalar may have it.
             value: float of any shape. A replica without examples logs nothing.
             reduce: ``"mean"``, ``"sum"`` or ``"max"`` of all elements that all replicas have logged
-                since the last record; or ``"last"``, the mean over the elements of the last value
-                on replica 0.
+                since the last record, or in the epoch; or ``"last"``, the mean over the elements of
+                the last value on replica 0.
 
         Raises:
             UsageError: see `ctl.phases.logged.Logged.add`.
@@ -436,15 +436,15 @@ class BaseStep(AutographMethods):
         self.logged.add(name, value, reduce, taken)
 
     def results(self) -> dict[str, float]:
-        """Returns values by name, over all replicas, since the last `reset_metrics`: of
-        ``given_metrics``, of metrics that are attributes of the step, and of logged scalars.
+        """Returns values by name, over all replicas, since the last `reset_metrics`, or of `window`:
+        of ``given_metrics``, of metrics that are attributes of the step, and of logged scalars.
 
         With several workers, all must call it at the same steps.
         """
-        # A worker that hangs in a user's `result` must not seem to wait for other workers.
         totals, rows = self._window or (self.metric_totals(), self.logged.rows)
         left = iter(totals)
         values: dict[str, Any] = {}
+        # A worker that hangs in a user's `result` must not seem to wait for other workers.
         with watchdog.host("the results of the metrics"):
             for metric in self.all_metrics():
                 variables = [next(left) for _ in metric.variables]
