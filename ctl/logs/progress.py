@@ -80,6 +80,7 @@ class Progress:
         self._clock = clock
         self._began = clock()
         self._read_at = -math.inf
+        self._steps_per_epoch: float | None = None
         self._time_left = _TimeLeft()
         self._bar = _Bar()
         self._live: Live | _Cell
@@ -114,7 +115,7 @@ class Progress:
         self.close()
 
     def __call__(self, status: Status) -> None:
-        now = self._clock()
+        now, self._steps_per_epoch = self._clock(), status.steps_per_epoch
         scalars = self._bar.scalars
         if self._peek and (status.final or now - self._read_at >= _REFRESH_SECONDS):
             scalars, self._read_at = dict(status.scalars()), now
@@ -123,8 +124,10 @@ class Progress:
     def evaluated(
         self, step: int, results: Mapping[str, float], steps_per_epoch: float | None = None
     ) -> None:
-        """Prints the results of an evaluation above the bar."""
-        epoch = step / steps_per_epoch if steps_per_epoch else None
+        """Prints the results of an evaluation above the bar. ``steps_per_epoch`` is by default that
+        of the training so far."""
+        length = steps_per_epoch or self._steps_per_epoch
+        epoch = step / length if length else None
         self.write({"phase": "eval", "step": step, "epoch": epoch, **results})
 
     def evaluating(self, done: int, batches: int | None) -> None:

@@ -436,8 +436,8 @@ class BaseStep(AutographMethods):
         self.logged.add(name, value, reduce, taken)
 
     def results(self) -> dict[str, float]:
-        """Returns values by name, over all replicas, since the last `reset_metrics`, or of `window`:
-        of ``given_metrics``, of metrics that are attributes of the step, and of logged scalars.
+        """Returns values by name, over all replicas, since `reset_metrics`, or of `window`: of
+        ``given_metrics``, of metrics that are attributes of the step, and of logged scalars.
 
         With several workers, all must call it at the same steps.
         """
