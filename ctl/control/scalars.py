@@ -107,6 +107,7 @@ class Scalars:
             self.read()
         self.has_log = True
         if (epoch := self._epoch) is None and self.counts_epochs:
+            self._latest_of_epoch = self.latest
             epoch = _Epoch(self._sums, self._step.logged.rows, self._held())
         elif epoch:
             pairs = zip(epoch.offset, self._held(), strict=True)

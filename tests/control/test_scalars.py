@@ -240,30 +240,39 @@ def test_a_resume_within_an_epoch_begins_with_the_restored_step(tmp_path):
         check({name: values[at] for name, values in columns.items()}, start, stop)
 
 
-class Largest(keras.metrics.Metric):
-    """Of the labels; not a sum."""
+class Smallest(keras.metrics.Metric):
+    """Of the outputs; not a sum."""
 
     def __init__(self):
-        super().__init__(name="largest")
-        self.value = self.add_weight(shape=(), initializer="zeros", name="value")
+        super().__init__(name="smallest")
+        self.value = self.add_weight(shape=(), initializer="ones", name="value")
 
     def update_state(self, labels, outputs, sample_weight=None):
-        self.value.assign(tf.maximum(self.value, tf.cast(tf.reduce_max(labels), tf.float32)))
+        self.value.assign(tf.minimum(self.value, tf.reduce_min(outputs)))
+
+    def reset_state(self):
+        self.value.assign(1.0)
 
     def result(self):
         return self.value
 
 
 def test_one_window_takes_a_metric_that_is_no_sum():
-    """That of the epochs, or that of the records."""
-    largest = [Y[at : at + SIZE].max() for at in range(0, 30, SIZE)]
-    loop = loop_of(metrics=[Largest()])
+    """That of the epochs, that of the records, or both where they end together."""
+    outputs = made()[0](X).numpy()
+    smallest = [outputs[at : at + SIZE].min() for at in range(0, 30, SIZE)]
+    loop = loop_of(metrics=[Smallest()])
     loop.train(epochs=3)
-    assert loop.history.epochs["largest"] == [max(largest)] * 3
+    assert loop.history.epochs["smallest"] == pytest.approx([min(smallest)] * 3)
     records = Records()
-    loop = loop_of(metrics=[Largest()], actions=[Every(Log(records), steps=1)])
+    loop = loop_of(metrics=[Smallest()], actions=[Every(Log(records), steps=1)])
     loop.train_and_evaluate(6, evaluate_every=4)
-    assert [record["largest"] for record in records] == [*largest, *largest[:2]]
+    found = [record["smallest"] for record in records]
+    assert found == pytest.approx([*smallest, *smallest[:2]])
+    loop = loop_of(metrics=[Smallest()], actions=[Every(Log(Records()), steps=2)])
+    loop.train_and_evaluate(8, evaluate_every=2)
+    wanted = [min(smallest[:2]), min(smallest[2:])] * 2
+    assert loop.history.epochs["smallest"] == pytest.approx(wanted)
 
 
 def test_a_training_that_was_interrupted_goes_on_with_its_window():
