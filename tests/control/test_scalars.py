@@ -89,6 +89,16 @@ class Records(list):
         pass
 
 
+class Bar(list):
+    """What a bar of progress is given."""
+
+    def __call__(self, status):
+        self.append((status.step, status.scalars()))
+
+    def evaluated(self, *_):
+        pass
+
+
 class Epochs(keras.callbacks.Callback):
     def __init__(self):
         super().__init__()
@@ -101,13 +111,13 @@ class Epochs(keras.callbacks.Callback):
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("every", [1, 3, 4, 7])
 def test_records_and_epochs_do_not_cut_each_other(mirrored, replicas, every):
-    records, epochs, bars = Records(), Epochs(), []
+    records, epochs, bar = Records(), Epochs(), Bar()
     loop = loop_of(
         mirrored(replicas) if replicas > 1 else None,
         actions=[Every(Log(records), steps=every)],
         steps_per_loop=2,
     )
-    loop._bars.append(lambda status: bars.append((status.step, status.scalars())))
+    loop._bars.append(bar)
     last = loop.train(epochs=3, callbacks=[epochs])
     ends = [*range(every, 12, every), 12]
     assert [record["step"] for record in records] == ends
@@ -117,7 +127,7 @@ def test_records_and_epochs_do_not_cut_each_other(mirrored, replicas, every):
     for number, logs in enumerate(epochs.logs):
         check(logs, 4 * number, 4 * number + 4)
     check(last, 8, 12)
-    for step, scalars in bars:
+    for step, scalars in bar:
         check(scalars, (step - 1) // 4 * 4, step)
     assert loop.history.epochs.keys() == epochs.logs[0].keys()
     for name, values in loop.history.epochs.items():
@@ -269,10 +279,15 @@ def test_one_window_takes_a_metric_that_is_no_sum():
     loop.train_and_evaluate(6, evaluate_every=4)
     found = [record["smallest"] for record in records]
     assert found == pytest.approx([*smallest, *smallest[:2]])
-    loop = loop_of(metrics=[Smallest()], actions=[Every(Log(Records()), steps=2)])
+    actions, bar = [Every(Log(Records()), steps=2)], Bar()
+    loop = loop_of(metrics=[Smallest()], actions=actions, steps_per_loop=1)
+    loop._bars.append(bar)
     loop.train_and_evaluate(8, evaluate_every=2)
     wanted = [min(smallest[:2]), min(smallest[2:])] * 2
     assert loop.history.epochs["smallest"] == pytest.approx(wanted)
+    shown = [scalars["smallest"] for _, scalars in bar]
+    assert shown[::2] == pytest.approx(smallest[::2] * 2)
+    assert shown[1::2] == pytest.approx(wanted)
 
 
 def test_a_training_that_was_interrupted_goes_on_with_its_window():
