@@ -224,6 +224,7 @@ def test_without_epochs_an_evaluation_ends_one():
 def test_an_epoch_without_an_evaluation_has_no_results_of_one():
     loop = loop_of()
     loop.train_and_evaluate(epochs=3, evaluate_every=8)
+    assert {len(values) for values in loop.history.epochs.values()} == {3}  # a table
     accuracy = loop.history.epochs["val_accuracy"]
     assert math.isnan(accuracy[0]) and not math.isnan(accuracy[1] + accuracy[2])
     assert len(loop.history.evaluations) == 2
