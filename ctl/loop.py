@@ -37,7 +37,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from ctl.base.actions import STOP, Action, EvalAction, name_of
+from ctl.base.actions import STOP, Action, EvalAction, Status, name_of
 from ctl.base.autograph import graph_function
 from ctl.base.bounds import checked
 from ctl.base.foreign_names import missing_attribute, refuses_foreign
@@ -55,14 +55,20 @@ from ctl.control.evaluator import Evaluator, OnProgress
 from ctl.control.flight import attach_progress_marks, watched_call
 from ctl.control.input_wait import InputWait
 from ctl.control.kept import Kept
-from ctl.control.keras_callbacks import calling
+from ctl.control.keras_callbacks import counting_epochs
 from ctl.control.own_saves import OwnSaves
 from ctl.control.pace import Pace
 from ctl.control.scalars import Scalars, run_actions, status_of, steps_until_due
 from ctl.control.state import TrainState
 from ctl.data.adapters import as_dataset
 from ctl.data.dataset import Dataset, on_replica
-from ctl.data.epochs import completed, end_of, end_of_training, evaluation_interval
+from ctl.data.epochs import (
+    completed,
+    end_of,
+    end_of_training,
+    evaluation_interval,
+    steps_per_epoch,
+)
 from ctl.data.errors import translate_data_errors
 from ctl.data.feed import Block, Feed, batch_of, next_block, open_feed, waiting_for
 from ctl.data.global_batches import comparable
@@ -293,7 +299,8 @@ class Loop:
         self._flights: dict[Any, Any] = {}  # those of other settings
         scalars = self.scalars = Scalars(step, size)
         self.history = History(lambda: scalars.latest, reads=not self._several_workers)
-        self._watchers: list[Any] = [self.history]  # and a progress bar before it
+        self.watchers: list[Any] = [self.history]  # called after all actions; epochs before it
+        self._bars: list[Any] = []  # of progress: one, while it is shown
         self._kept = Kept(step, self.state, checkpoints)
         self._own_saves = OwnSaves(checkpoints, self._pace)
         self._divergence = Divergence(step, self.dataset, checkpoints)
@@ -351,12 +358,12 @@ class Loop:
                 ``print``, ``breakpoint()`` and NumPy work in the step, and an error names what
                 made a NaN. The numbers are the same up to rounding. Slow; not with several workers,
                 parameter servers or TPUs.
-            callbacks: of Keras, see `ctl.control.keras_callbacks.KerasCallbacks`; the same on all
-                workers.
+            callbacks: of Keras, see `ctl.control.keras_callbacks.Epochs`; the same on all workers.
 
         Returns:
-            Scalars of the last window (see `Status`) if ``total`` was reached, an action ended the
-            training or the data ended; otherwise an empty dict.
+            Scalars of the last epoch, with ``epochs`` or ``callbacks``; else since the training
+            began, or an action called `Status.reset`. An empty dict if ``total`` was not reached,
+            unless an action ended the training or the data ended.
 
         Raises:
             DivergedError: the loss is not finite, or too many updates in a row were skipped.
@@ -378,7 +385,7 @@ class Loop:
         runs = self._runs(step, until)
         with (
             self._showing(progress, runs, eager),
-            calling(callbacks, self, total, None, self._say),
+            counting_epochs(callbacks, self, total, None, epochs, self._say),
             self.translate_failures("training"),
             self._saving(until, total),
         ):
@@ -388,7 +395,8 @@ class Loop:
                 self.begin(step)
             while step < until and not self.stopped:
                 steps = min(1 if eager else self._pace.steps(), until - step)
-                steps = self.steps.reserve(min(steps, steps_until_due(self.actions, step)))
+                due = steps_until_due([*self.actions, *self.watchers], step)
+                steps = self.steps.reserve(min(steps, due))
                 report = self._pace.worker_report(self.signals.arrived, bool(self._asked_by))
                 if (key := self.step.trace_key)[1:] != self._agreed:  # an action changed a setting
                     self.begin(step)
@@ -452,7 +460,7 @@ class Loop:
         self.scalars.rates = self.step.updater.learning_rates(step - 1)
         workers.check_all_ended(self.strategy, step)
         with watchdog.collective("the end of the data", first=True):
-            self.step.logged.collect_left(self.strategy)
+            self.scalars.add_left()
         lost = f"; the losses of its last {step - before} are not logged" if step > before else ""
         logging.warning("the dataset ended after step %d of %d%s", step, total, lost)
         return self._between_calls(step, step, 0.0)
@@ -532,17 +540,25 @@ class Loop:
         if self.checkpoints and self._is_chief:
             self.checkpoints.check()
         status = status_of(step, until, seconds_per_step, self.dataset, self.scalars)
-        run_actions([*self.actions, *self._watchers], status)
+        self._run_actions(status)
         self._asked_by = self._asked_by or status.stopped_by
         if self._asked_by and not self._several_workers:  # several learn of it in the next call
             self._stop(step)
             if not status.final:
                 status = dataclasses.replace(status, until=step, final=True)
-                run_actions([*self.actions, *self._watchers], status)
+                self._run_actions(status)
         if self._own_saves.are_due and not status.final:
             self._save_itself(step)
         self._kept.keep(step)
-        return status.scalars() if status.final else {}
+        self.scalars.ended = status.final
+        return self.scalars.read_epoch() if status.final else {}
+
+    def _run_actions(self, status: Status) -> None:
+        """A bar shows the epoch, and comes before the history, which takes what it has read."""
+        *epochs, history = self.watchers
+        run_actions([*self.actions, *epochs], status)
+        run_actions(self._bars, dataclasses.replace(status, scalars=self.scalars.read_epoch))
+        run_actions([history], status)
 
     def _stop(self, step: int) -> None:
         self.stopped, self._ended_by = True, self._asked_by or "an action of another worker"
@@ -552,7 +568,7 @@ class Loop:
     def _say(self, text: str) -> None:
         """To the log, and to who looks at a progress bar."""
         logging.info("%s", text)
-        for bar in self._watchers[:-1]:
+        for bar in self._bars:
             bar.say(text)
 
     # Evaluation and state -----------------------------------------------------------------------
@@ -574,12 +590,13 @@ class Loop:
             self.step.updater.averaged(),
         ):
             results = run(on_progress, lambda: self.signals.arrived)
-        for action in self.eval_actions:
-            with watchdog.host("an action after the evaluation", self.global_step):
-                if action(self.global_step, results) is STOP:
+        step = self.global_step
+        for action in [*self.eval_actions, *(watcher.evaluated for watcher in self.watchers)]:
+            with watchdog.host("an action after the evaluation", step):
+                if action(step, results) is STOP:
                     self._asked_by = self._asked_by or name_of(action)
-        for watcher in self._watchers:
-            watcher.evaluated(self.global_step, results)
+        for bar in self._bars:
+            bar.evaluated(step, results, steps_per_epoch(self.dataset))
         if workers.any_of(self.strategy, bool(self._asked_by)):
             self._stop(self.global_step)
         return results
@@ -690,13 +707,13 @@ class Loop:
         runs = self._runs(self.global_step, until, warns=bool(self.history.steps))
         with (
             self._showing(progress, runs, eager) as bar,
-            calling(callbacks, self, until, every, self._say) as called,
+            counting_epochs(callbacks, self, until, every, epochs, self._say) as counted,
             self._own_saves.paused(),
         ):
             if runs and not eager:
                 self._trace_evaluation(evaluator)
             results = self._train_and_evaluate(until, every, on_progress or bar, eager)
-        return (called and called.results) or results
+        return (counted and counted.results) or results
 
     def _train_and_evaluate(
         self, until: int, every: float, on_progress: OnProgress | None, eager: bool
@@ -725,7 +742,7 @@ class Loop:
         the first. Gives what shows an evaluation."""
         in_the_way = eager and progress is None  # of a debugger
         wanted = progress if runs and self._is_chief and not in_the_way else False
-        return showing(wanted, self._watchers, peek=not self._several_workers)
+        return showing(wanted, self._bars, peek=not self._several_workers)
 
     def _trace_evaluation(self, evaluator: Evaluator) -> None:
         with (

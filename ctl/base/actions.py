@@ -38,9 +38,12 @@ class Status:
             size of the dataset is unknown.
         seconds_per_step: mean of the last call.
         final: whether training ends here. After `stop`, actions may be called twice at one step.
-        scalars: returns loss, metrics, learning rate and examples/s since `reset`. Reads the
-            metrics from the devices when an action asks first.
-        reset: starts a new window for ``scalars``.
+        scalars: returns loss, metrics, learning rate and examples/s since an action called
+            ``reset``. Where none does: of the epoch so far, if the training has epochs (see
+            `ctl.logs.history.History.epochs`), else since the training began. Reads the metrics
+            from the devices when an action asks first.
+        reset: starts a new window for ``scalars``. It does not cut the epoch's, which the history
+            and callbacks of Keras get.
         stops: whether `stop` was called.
         stopped_by: the name of the action that did.
     """
@@ -82,6 +85,11 @@ def name_of(action: Any) -> str:
         return name
     code = action.__code__
     return f"a lambda ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})"
+
+
+def resets(action: Any) -> bool:
+    """Whether ``action`` is a `Log`, also inside an `Every`."""
+    return isinstance(action, Log) or (hasattr(action, "action") and resets(action.action))
 
 
 NEVER = sys.maxsize  #: `Every.steps_until_due` returns it when no step is due.

@@ -1,4 +1,5 @@
-"""Callbacks of Keras, called at the places of a training that `fit` has."""
+"""The epochs of a training, for its history and for callbacks of Keras, which are called at the
+places that `fit` has."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ from typing import Any
 
 import keras
 
-from ctl.base.actions import STOP, Status
+from ctl.base.actions import STOP, Status, resets
 from ctl.base.best import known_mode
 from ctl.base.names import check_name
 from ctl.control.evaluator import Evaluator
+from ctl.control.scalars import Scalars
 from ctl.data.epochs import completed, end_of, steps_per_epoch
 from ctl.errors import UsageError
 from ctl.phases.logged import TAKEN
@@ -29,13 +31,14 @@ _SETS_RATE = keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPl
 _Logs = dict[str, float]
 
 
-class KerasCallbacks:
-    """An action and an evaluation action that call ``callbacks``.
+class Epochs:
+    """Ends the epochs of a training, adds their scalars to its history and calls ``callbacks`` of
+    Keras: what a loop calls as an action and as an evaluation action, after all of the user's.
 
-    An epoch is that of the data if its length is known, else what is trained between two
-    evaluations. Its logs have the scalars of the window (see `ctl.actions.Status`), which it ends,
-    and the results of the last evaluation in it as ``val_…``. ``on_train_batch_end`` is called once
-    for each call of the loop, which runs several steps, with the number of the last one.
+    An epoch is that of the data, if epochs are ``of_data`` and their length is known, else what is
+    trained between two evaluations. Its logs have its scalars, see `Scalars.read_epoch`, and the
+    results of the last evaluation in it as ``val_…``. ``on_train_batch_end`` is called once for
+    each call of the loop, which runs several steps, with the number of the last one.
     ``on_test_batch_…`` are not called.
 
     Attributes:
@@ -46,10 +49,13 @@ class KerasCallbacks:
     Args:
         callbacks: of Keras.
         step: a built step.
+        scalars: of the loop, whose window of the epoch this ends.
+        ended: called with the step at the end of an epoch and with its logs.
         dataset: the training data.
         start: the global step at which the training begins.
         until: the step at which it ends.
         evaluate_every: steps between two evaluations; None without evaluations.
+        of_data: whether an epoch is that of the data.
         evaluator: of the loop.
 
     Raises:
@@ -64,13 +70,17 @@ class KerasCallbacks:
         step: TrainStep,
         dataset: Any,
         *,
+        scalars: Scalars,
+        ended: Callable[[int, _Logs], None],
         start: int,
         until: int,
         evaluate_every: float | None,
+        of_data: bool = True,
         evaluator: Evaluator | None = None,
     ):
         self.callbacks = keras.tree.flatten(callbacks)
-        metrics = [*step.all_metrics(), *(evaluator.step.all_metrics() if evaluator else ())]
+        steps = [step, evaluator.step] if self.callbacks and evaluator else [step]
+        metrics = [metric for each in steps for metric in each.all_metrics()]
         all_known = True
         for callback in self.callbacks:
             _check(callback, step)
@@ -83,8 +93,10 @@ class KerasCallbacks:
             _choose_mode(callback, metrics)
         self._model: Any = step.model
         self.ended_by = "a callback"
+        self._scalars, self._add_to_history = scalars, ended
         self._every = evaluate_every
-        self._steps = steps_per_epoch(dataset) or evaluate_every or max(1, until - start)
+        of_one = steps_per_epoch(dataset) if of_data else None
+        self._steps = of_one or evaluate_every or max(1, until - start)
         self._reads = any(map(_has_batch_end, self.callbacks))
         self._step = self._begun = start  # of the last call; of the epoch
         self._epoch = completed(start, self._steps)
@@ -112,7 +124,11 @@ class KerasCallbacks:
         they are not those of the last step."""
         if self._is_open and self._step > self._begun:
             self._final = True
-            self._end_epoch(self._ended or {})
+            logs = self._ended
+            if logs is None:  # a training that goes on with another call
+                logs = self._logs()
+                self._scalars.end_epoch()
+            self._end_epoch(logs)
         self._call("on_train_end", self._last)
         said = ""
         for callback, (step, evaluated) in self._best.items():
@@ -133,15 +149,16 @@ class KerasCallbacks:
         goes_on = status.step > self._step and self._is_open
         if goes_on:
             self._step = status.step
-            logs = _logs(status) if self._reads else {}
+            logs = self._logs() if self._reads else {}
             self._call("on_train_batch_end", self._batch - 1, logs)
         ends = status.final or completed(status.step, self._steps) > self._epoch
         if ends and self._is_open and self._ended is None:
-            self._ended = _logs(status)
-            status.reset()
+            self._ended = self._logs()
+            if not status.final:  # at the end, `Scalars.begin` does it
+                self._scalars.end_epoch()
             if not self._evaluates_at(status):
                 self._end_epoch(self._ended)
-        if self._model.stop_training and not status.final:
+        if self._stops and not status.final:
             status.stop()
         elif goes_on and not ends:
             self._call("on_train_batch_begin", self._batch, {})
@@ -165,7 +182,7 @@ class KerasCallbacks:
             self._evaluated = {f"val_{name}": value for name, value in results.items()}
         if self._ended is not None:
             self._end_epoch(self._ended)
-        return STOP if self._model.stop_training else None
+        return STOP if self._stops else None
 
     def _begin_epoch(self) -> None:
         self._is_open, self._begun = True, self._step
@@ -175,13 +192,22 @@ class KerasCallbacks:
     def _end_epoch(self, logs: _Logs) -> None:
         evaluated, self._last = self._evaluated, logs | self._evaluated
         self._ended, self._evaluated, self._is_open = None, {}, False
-        self._call("on_epoch_end", self._epoch, self._last)
+        self._call("on_epoch_end", self._epoch, self._last)  # which may add to them
+        self._add_to_history(self._step, self._last)
         for callback in self._restoring:
             if getattr(callback, "best_epoch", None) == self._epoch:
                 self._best[callback] = self._step, evaluated
         self._epoch += 1
-        if not (self._final or self._model.stop_training):
+        if not (self._final or self._stops):
             self._begin_epoch()
+
+    def _logs(self) -> _Logs:
+        scalars = self._scalars.read_epoch()
+        return {name: scalars[name] for name in scalars if not name.endswith("_per_second")}
+
+    @property
+    def _stops(self) -> bool:
+        return bool(self.callbacks) and self._model.stop_training
 
     def _call(self, hook: str, *arguments: Any) -> None:
         for callback in self.callbacks:
@@ -253,47 +279,55 @@ def _has_batch_end(callback: Any) -> bool:
     )
 
 
-def _logs(status: Status) -> _Logs:
-    speeds = "_per_second"
-    return {name: value for name, value in status.scalars().items() if not name.endswith(speeds)}
-
-
 @contextlib.contextmanager
-def calling(
-    callbacks: Any, loop: Any, until: int, every: float | None, say: Callable[[str], None]
-) -> Iterator[KerasCallbacks | None]:
-    """Calls ``callbacks`` of Keras inside, where ``loop`` trains to step ``until`` and evaluates
-    every so many steps, if it does. Calls ``say`` with what the user should know at the end.
-    Without callbacks, or steps to run, does nothing, and gives None.
+def counting_epochs(
+    callbacks: Any,
+    loop: Any,
+    until: int,
+    every: float | None,
+    epochs: float | None,
+    say: Callable[[str], None],
+) -> Iterator[Epochs | None]:
+    """Begins the windows of a training of ``loop`` to step ``until``, and ends its epochs inside,
+    if it has some: it was given in ``epochs``, evaluates ``every`` so many steps, or has
+    ``callbacks`` of Keras. Without epochs or steps to run, or inside another training, gives None.
+    Calls ``say`` with what the user should know at the end.
 
     The model has the optimizer of the step inside, as callbacks expect it.
     """
-    step, start = loop.step, loop.global_step
-    if not callbacks or start >= until or loop.stopped:
+    step, scalars, start = loop.step, loop.scalars, loop.global_step
+    if start >= until or loop.stopped or scalars.counts_epochs:
         yield None
         return
-    step.model.stop_training = False
-    with _optimizer_of(step):
-        adapter = KerasCallbacks(
+    scalars.begin()
+    if not callbacks and epochs is every is None:
+        yield None
+        return
+    if callbacks:
+        step.model.stop_training = False
+    with _optimizer_of(step) if callbacks else contextlib.nullcontext():
+        counted = Epochs(
             callbacks,
             step,
             loop.dataset,
+            scalars=scalars,
+            ended=loop.history.add_epoch,
             start=start,
             until=until,
             evaluate_every=every,
+            of_data=bool(callbacks) or epochs is not None,
             evaluator=loop.evaluator,
         )
-        loop.actions.append(adapter)
-        loop.eval_actions.append(adapter.evaluated)
-        loop.scalars.reset()  # the logs of the first epoch begin here
+        loop.watchers.insert(0, counted)
+        scalars.counts_epochs, scalars.has_log = True, any(map(resets, loop.actions))
         try:
-            adapter.begin()
-            yield adapter
-            if said := adapter.end():
+            counted.begin()
+            yield counted
+            if said := counted.end():
                 say(said)
         finally:
-            loop.actions.remove(adapter)
-            loop.eval_actions.remove(adapter.evaluated)
+            loop.watchers.remove(counted)
+            scalars.counts_epochs = False
 
 
 @contextlib.contextmanager

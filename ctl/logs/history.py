@@ -65,6 +65,7 @@ class History:
         self._points: list[_Point] = []
         self._open = _Point()
         self._calls = 1  # of a point
+        self._epochs: list[tuple[int, dict[str, float]]] = []  # the step at the end, and scalars
 
     @property
     def steps(self) -> list[int]:
@@ -74,11 +75,24 @@ class History:
     @property
     def scalars(self) -> dict[str, list[float]]:
         """Values by name, one for each of `steps`. ``loss`` is the mean over the examples since the
-        step before. Others are those of `ctl.actions.Status.scalars`, and NaN where nobody has read
-        them."""
+        step before. Others are those of `ctl.actions.Status.scalars`: of the epoch so far, unless a
+        `ctl.actions.Log` ends windows; NaN where nobody has read them. At the end of an epoch they
+        are read."""
         columns = [self._row(point) for point in self._points]
         names = dict.fromkeys(name for column in columns for name in column)
         return {name: [column.get(name, math.nan) for column in columns] for name in names}
+
+    @property
+    def epochs(self) -> dict[str, list[float]]:
+        """Values by name, one for each epoch, as ``fit(...).history`` of Keras has them: means over
+        the epoch, and results of the last evaluation in it as ``val_loss``; NaN without one.
+
+        Epochs are those of the data, in a training that is given in ``epochs`` or has
+        ``callbacks``; in another, what is trained between two evaluations. Without evaluations, it
+        has none. The part of an epoch that a training begins or ends with has an entry, too.
+        """
+        names = dict.fromkeys(name for _, scalars in self._epochs for name in scalars)
+        return {name: [each.get(name, math.nan) for _, each in self._epochs] for name in names}
 
     def to_pandas(self) -> Any:
         """A ``pandas.DataFrame``: a row for each step, a column for each scalar; results of
@@ -148,6 +162,10 @@ class History:
             self._points = [one.joined(other) for one, other in pairs]
             self._calls *= 2
 
+    def add_epoch(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Adds the scalars of an epoch that ended at ``step``."""
+        self._epochs.append((step, dict(scalars)))
+
     def evaluated(self, step: int, results: Mapping[str, float]) -> None:
         """Adds the results of an evaluation."""
         self.evaluations[step] = dict(results)
@@ -156,6 +174,7 @@ class History:
         """Forgets what came after ``step``, which was restored."""
         self._points = [point for point in self._points if point.step <= step]
         self.evaluations = {at: each for at, each in self.evaluations.items() if at <= step}
+        self._epochs = [(at, each) for at, each in self._epochs if at <= step]
         self._open = _Point()
 
     @staticmethod

@@ -80,6 +80,7 @@ class Progress:
         self._clock = clock
         self._began = clock()
         self._read_at = -math.inf
+        self._steps_per_epoch: float | None = None
         self._time_left = _TimeLeft()
         self._bar = _Bar()
         self._live: Live | _Cell
@@ -114,15 +115,20 @@ class Progress:
         self.close()
 
     def __call__(self, status: Status) -> None:
-        now = self._clock()
+        now, self._steps_per_epoch = self._clock(), status.steps_per_epoch
         scalars = self._bar.scalars
         if self._peek and (status.final or now - self._read_at >= _REFRESH_SECONDS):
             scalars, self._read_at = dict(status.scalars()), now
         self._show(vars(status), scalars, now)
 
-    def evaluated(self, step: int, results: Mapping[str, float]) -> None:
-        """Prints the results of an evaluation above the bar."""
-        self.write({"phase": "eval", "step": step, "epoch": None, **results})
+    def evaluated(
+        self, step: int, results: Mapping[str, float], steps_per_epoch: float | None = None
+    ) -> None:
+        """Prints the results of an evaluation above the bar. ``steps_per_epoch`` is by default that
+        of the training so far."""
+        length = steps_per_epoch or self._steps_per_epoch
+        epoch = step / length if length else None
+        self.write({"phase": "eval", "step": step, "epoch": epoch, **results})
 
     def evaluating(self, done: int, batches: int | None) -> None:
         """Shows evaluation progress, ``done`` of ``batches`` (None: unknown), instead of training.
@@ -156,7 +162,9 @@ class Progress:
         if self._is_open:
             self._is_open = False
             Progress.shown -= 1
-        self._live.stop()
+            self._live.stop()
+            if isinstance(self._live, Live) and not self._live.console.is_terminal:
+                self._live.console.line()  # as `Live` does on a terminal
 
     def _show(self, place: Mapping[str, Any], scalars: Mapping[str, float], now: float) -> None:
         left = self._time_left.seconds(place, now, scalars)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from ctl.phases.checks import (
     refuses_summaries,
     replaces_loss,
 )
-from ctl.phases.logged import TAKEN, Logged
+from ctl.phases.logged import TAKEN, Logged, Rows
 from ctl.phases.metrics import from_names, makes_variables_late, update_metric
 from ctl.phases.tracked_state import TrackedState
 from ctl.phases.uninitialized import values_of
@@ -107,6 +108,7 @@ class BaseStep(AutographMethods):
         self.input_specs: Any = None  # specs of the model's inputs, once traced
         self.returns_outputs = True  # of `loss`, in the last trace
         self.has_weights = False  # of batches, in the last trace
+        self._window: tuple[Sequence[tf.Tensor], Rows] | None = None  # see `window`
 
     def preprocess(self, features: Any) -> Any:
         """Turns the features of a batch into the input of the model; by default `scale_images`."""
@@ -424,8 +426,8 @@ class BaseStep(AutographMethods):
             name: name in the record. No metric or other scalar may have it.
             value: float of any shape. A replica without examples logs nothing.
             reduce: ``"mean"``, ``"sum"`` or ``"max"`` of all elements that all replicas have logged
-                since the last record; or ``"last"``, the mean over the elements of the last value
-                on replica 0.
+                since the last record, or in the epoch; or ``"last"``, the mean over the elements of
+                the last value on replica 0.
 
         Raises:
             UsageError: see `ctl.phases.logged.Logged.add`.
@@ -434,18 +436,18 @@ class BaseStep(AutographMethods):
         self.logged.add(name, value, reduce, taken)
 
     def results(self) -> dict[str, float]:
-        """Returns values by name, over all replicas, since the last `reset_metrics`: of
+        """Returns values by name, over all replicas, since `reset_metrics`, or of `window`: of
         ``given_metrics``, of metrics that are attributes of the step, and of logged scalars.
 
         With several workers, all must call it at the same steps.
         """
-        # A worker that hangs in a user's `result` must not seem to wait for other workers.
-        with watchdog.collective("reading the metrics"):
-            metrics = self.all_metrics()
-            totals = [[tf.identity(v.value) for v in m.variables] for m in metrics]
+        totals, rows = self._window or (self.metric_totals(), self.logged.rows)
+        left = iter(totals)
         values: dict[str, Any] = {}
+        # A worker that hangs in a user's `result` must not seem to wait for other workers.
         with watchdog.host("the results of the metrics"):
-            for metric, variables in zip(metrics, totals, strict=True):
+            for metric in self.all_metrics():
+                variables = [next(left) for _ in metric.variables]
                 unknown = not self.returns_outputs and any(metric is m for m in self.given_metrics)
                 if unknown and not any(np.any(total) for total in variables):
                     continue
@@ -454,7 +456,24 @@ class BaseStep(AutographMethods):
                 # A result may be a variable itself, which holds the value of one replica.
                 totals_of = dict(zip(map(id, metric.variables), variables, strict=True))
                 values |= {name: totals_of.get(id(r), r) for name, r in result.items()}
-            return {name: float(value) for name, value in (values | self.logged.values()).items()}
+            values |= self.logged.values(rows)
+            return {name: float(value) for name, value in values.items()}
+
+    def metric_totals(self) -> list[tf.Tensor]:
+        """The value of each variable of `all_metrics`, over all replicas. With several workers, all
+        must call it at the same steps."""
+        with watchdog.collective("reading the metrics"):
+            return [tf.identity(v.value) for m in self.all_metrics() for v in m.variables]
+
+    @contextlib.contextmanager
+    def window(self, totals: Sequence[tf.Tensor], rows: Rows) -> Iterator[None]:
+        """Inside, `results` are those of ``totals``, as of `metric_totals`, and of the ``rows`` of
+        `ctl.phases.logged.Logged`."""
+        self._window = totals, rows
+        try:
+            yield
+        finally:
+            self._window = None
 
     def reset_metrics(self) -> None:
         """Resets what `results` returns."""

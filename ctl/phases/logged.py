@@ -19,6 +19,8 @@ from ctl.reduce import SUM
 
 KINDS = ("mean", "sum", "max", "last")
 
+Rows = dict[str, tuple[float, float]]  # value and weight of each name
+
 _ROWS = 64
 # Names in a log record that ctl writes itself.
 TAKEN = (
@@ -37,12 +39,13 @@ class Logged:
         variables: one variable, float32 [64, 2], with separate values on each replica. A row has
             the value and the weight of one name since the end of the last call. A weight of 0 means
             that nothing was logged. Empty before `create`.
+        rows: value and weight of what was collected since `reset`, by name.
     """
 
     def __init__(self) -> None:
         self.variables: list[tf.Variable] = []
         self._kinds: dict[str, str] = {}  # in the order of the rows
-        self._window: dict[str, tuple[float, float]] = {}
+        self.rows: Rows = {}
 
     def create(self, strategy: tf.distribute.Strategy) -> None:
         """Creates the variable, unless replicas of ``strategy`` share one copy of a variable."""
@@ -131,15 +134,16 @@ class Logged:
         self.variables[0].assign(tf.zeros_like(rows))
         return tf.concat(terms, axis=0)
 
-    def collect_left(self, strategy: tf.distribute.Strategy) -> None:
-        """Collects what the steps of a failed call logged. All workers must call it."""
+    def collect_left(self, strategy: tf.distribute.Strategy, *others: Rows) -> None:
+        """Collects what the steps of a failed call logged, see `collect`. All workers must call
+        it."""
         if self._kinds:
             rows = tf.function(lambda: strategy.run(self.terms), autograph=False)()
             sums = strategy.reduce(SUM, rows, axis=None).numpy().tolist()
-            self.collect(sums, strategy.num_replicas_in_sync)
+            self.collect(sums, strategy.num_replicas_in_sync, *others)
 
-    def collect(self, sums: Sequence[float], parts: int) -> None:
-        """Adds the sums of `terms` over ``parts`` replicas to the window."""
+    def collect(self, sums: Sequence[float], parts: int, *others: Rows) -> None:
+        """Adds the sums of `terms` over ``parts`` replicas to `rows`, and to ``others``."""
         sums = list(sums)
         for name, kind in self._kinds.items():
             places = parts if kind == "max" else 1
@@ -148,24 +152,25 @@ class Logged:
             pairs = [(sums.pop(0), sums.pop(0)) for _ in range(places)]
             for value, weight in pairs:
                 if weight:
-                    self._keep(name, kind, value, weight)
+                    for rows in (self.rows, *others):
+                        self._keep(rows, name, value, weight)
 
-    def _keep(self, name: str, kind: str, value: float, weight: float) -> None:
-        if name in self._window:
-            before, earlier = self._window[name]
-            if kind in ("mean", "sum"):
+    def _keep(self, rows: Rows, name: str, value: float, weight: float) -> None:
+        if name in rows:
+            before, earlier = rows[name]
+            if self._kinds[name] in ("mean", "sum"):
                 value, weight = value + before, weight + earlier
-            elif kind == "max":
+            elif self._kinds[name] == "max":
                 value = float(np.maximum(value, before))  # keeps a NaN
-        self._window[name] = value, weight
+        rows[name] = value, weight
 
-    def values(self) -> dict[str, float]:
-        """Returns the scalars that were logged in the window, by name."""
+    def values(self, rows: Rows) -> dict[str, float]:
+        """Returns the scalars that were logged in ``rows``, by name."""
         return {
             name: value / weight if self._kinds[name] == "mean" else value
-            for name, (value, weight) in self._window.items()
+            for name, (value, weight) in rows.items()
         }
 
     def reset(self) -> None:
-        """Starts a new window."""
-        self._window = {}
+        """Empties `rows`."""
+        self.rows = {}

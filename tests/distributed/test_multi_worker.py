@@ -47,7 +47,8 @@ def one_device(mirrored, synchronized: bool = False, data=None):
             keras.layers.Dense(CLASSES),
         ]
         model = keras.Sequential(layers)
-        step = TrainStep(model, keras.optimizers.AdamW(0.01), clip_norm=0.3)
+        metrics = [keras.metrics.SparseCategoricalAccuracy("accuracy")]
+        step = TrainStep(model, keras.optimizers.AdamW(0.01), metrics=metrics, clip_norm=0.3)
         metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
         evaluation = EvalStep(model, metrics=[metric])
     data = data or InMemory(examples(), global_batch_size=BATCH * 3)
@@ -55,13 +56,14 @@ def one_device(mirrored, synchronized: bool = False, data=None):
     loop = Loop(
         step, data, strategy=strategy, evaluator=Evaluator(evaluation, test, strategy=strategy)
     )
-    loop.train(20)
-    return model.get_weights(), loop.evaluate()
+    results = loop.train_and_evaluate(20, evaluate_every=10)
+    epochs = [loop.history.epochs[name] for name in ("loss", "accuracy", "val_loss")]
+    return model.get_weights(), results, epochs
 
 
 def assert_equal(out: Path, workers: int, reference) -> None:
     """The workers have the weights and the results of ``reference``, see `one_device`."""
-    trained, results = reference
+    trained, results, _ = reference
     for saved in finished(out, workers):
         assert largest_difference(weights(saved), trained) <= 1e-6
         np.testing.assert_allclose(saved["results"], [results["loss"], results["accuracy"]], 1e-6)
@@ -75,10 +77,11 @@ def reference(mirrored):
 @pytest.mark.sample
 def test_equals_one_device(job, tmp_path, reference):
     """AdamW and clipping; 101 test examples in batches of 16; initial weights come from the chief,
-    although every worker has a seed of its own."""
-    run_job(job, tmp_path, "seeds=1")
+    although every worker has a seed of its own. An action begins a window every 5 steps."""
+    run_job(job, tmp_path, "seeds=1", "epochs=1")
     assert_equal(tmp_path, 2, reference)
     for saved in finished(tmp_path, 2):
+        np.testing.assert_allclose(saved["epochs"], reference[2], 1e-5)
         # TensorFlow's own time limit would be a thread for every step, which outlives it; some are
         # left of how the strategy began.
         assert (saved["threads"] == "collective_ops").sum() < 10 < len(saved["threads"])

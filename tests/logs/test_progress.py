@@ -124,6 +124,11 @@ def test_bar_before_the_first_step_and_during_an_evaluation(quiet, shown):
     assert shown(progress).startswith("eval 4  ─")
     progress(status(10))
     assert shown(progress).startswith("step   10/9380")
+    progress.evaluated(469, {"loss": 0.5})
+    progress.evaluated(469, {"loss": 0.5}, 100.0)
+    output = quiet.file.getvalue()
+    assert "eval at step 469 (epoch 0.50): loss 0.5000\n" in output
+    assert "eval at step 469 (epoch 4.69): loss 0.5000\n" in output
 
 
 def test_bar_reads_scalars_at_most_twice_a_second(quiet):
@@ -197,14 +202,15 @@ def test_a_loop_shows_a_bar_where_somebody_looks(monkeypatch, capsys):
     loop.train(2)
     assert capsys.readouterr().out == ""  # of a script whose output goes elsewhere
     loop.train(4, progress=True)
-    assert capsys.readouterr().out.startswith("step 4/4  ")
+    output = capsys.readouterr().out
+    assert output.startswith("step 4/4  ") and output.endswith(" elapsed\n")
     monkeypatch.setattr(progress_module, "is_watched", lambda: True)
     loop.train(4)
     loop.train(6, progress=False)
     assert capsys.readouterr().out == ""
     loop.train_and_evaluate(8, evaluate_every=4)
     output = capsys.readouterr().out
-    assert output.count("eval at step 8: loss ") == 1
+    assert output.count("eval at step 8 (epoch 1.28): loss ") == 1
     assert output.splitlines()[-1].startswith("step 8/8  ") and output.count("step 8/8") == 1
     loop.train_and_evaluate(9, evaluate_every=1, progress=False)
     assert capsys.readouterr().out == ""
@@ -216,7 +222,7 @@ def test_a_loop_shows_a_bar_where_somebody_looks(monkeypatch, capsys):
     loop.actions.append(lambda status: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loop.train(12)
-    assert Progress.shown == 0 and len(loop._watchers) == 1
+    assert Progress.shown == 0 and not loop._bars
     with pytest.raises(UsageError, match="progress must be True, False or None, not 'bar'"):
         loop.train(20, progress="bar")
 

@@ -248,7 +248,9 @@ def train(
             misbehave()
         optimizer = keras.optimizers.AdamW(0.01, beta_1=0.8 if differs else 0.9)
         kind = Other if differs else Own if "state" in OPTIONS else Step
-        step = kind(network, optimizer, clip_norm=0.4 if differs else 0.3, options=options)
+        metrics = ["accuracy"] if "epochs" in OPTIONS else []
+        clip_norm = 0.4 if differs else 0.3
+        step = kind(network, optimizer, metrics=metrics, clip_norm=clip_norm, options=options)
         metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
         evaluation = ctl.EvalStep(network, metrics=[metric])
     batch = BATCH * 3 * (2 if differs else 1)
@@ -305,6 +307,9 @@ def train(
         masks=masks(strategy) if "masks" in OPTIONS else 0.0,
         fit=fit(strategy) if "fit" in OPTIONS else "",
         results=np.array([results["loss"], results["accuracy"]]),
+        epochs=[loop.history.epochs[name] for name in ("loss", "accuracy", "val_loss")]
+        if "epochs" in OPTIONS
+        else 0.0,
         rows=Noted.rows,
         left=left(strategy, step) if "state" in OPTIONS else 0.0,
         logged=[logged.get(name, 0.0) for name in ("noise", "largest", "first", "learning_rate_2")],

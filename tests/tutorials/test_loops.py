@@ -257,7 +257,7 @@ def test_basic_training_loops(mirrored):
     losses = tutorial_basic_loops(twins.theirs, x, y)
     scalars = port_basic_loops(twins.ours, x, y, mirrored(2))
     twins.assert_equal()
-    assert scalars["loss"] == pytest.approx(np.mean(losses), rel=1e-6)
+    assert scalars["loss"] == pytest.approx(losses[-1], rel=1e-6)
 
 
 # https://www.tensorflow.org/tutorials/customization/custom_training_walkthrough ------------------
@@ -311,4 +311,4 @@ def test_walkthrough(mirrored):
     epochs = tutorial_walkthrough(twins.theirs, shuffled())
     scalars = port_walkthrough(twins.ours, shuffled(), mirrored(2))
     twins.assert_equal()
-    assert scalars["loss"] == pytest.approx(np.mean([loss for loss, _ in epochs]), rel=1e-6)
+    assert scalars["loss"] == pytest.approx(epochs[-1][0], rel=1e-6)
