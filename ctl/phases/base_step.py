@@ -22,6 +22,7 @@ from ctl.phases import labels, losses, options, sample_weights
 from ctl.phases.checks import (
     check_kind,
     check_loss_and_metrics,
+    check_probabilities,
     check_results,
     refuses_summaries,
     replaces_loss,
@@ -83,9 +84,10 @@ class BaseStep(AutographMethods):
         model = as_model(model)
         check_kind(model)
         self.loss_fn: Callable[..., Any] = losses.per_example(loss_fn, model)
-        logits = losses.takes_logits(self.loss_fn)
-        metrics = from_names(metrics, logits)
-        weighted_metrics = from_names(weighted_metrics, logits)
+        logits = losses.takes_logits(self.loss_fn) and losses.gives_logits(model) is not False
+        one_hot = losses.is_one_hot(self.loss_fn)
+        metrics = from_names(metrics, logits, one_hot)
+        weighted_metrics = from_names(weighted_metrics, logits, one_hot)
         check_loss_and_metrics(
             None if self.overrides("loss") else self.loss_fn,
             metrics=metrics,
@@ -392,6 +394,8 @@ class BaseStep(AutographMethods):
         """
         if self.training and step is None:
             labels.warn_of_not_finite(dataset)
+        if step is None:
+            check_probabilities(self)
         if self.class_weight:
             labels.check_weighted_classes(dataset, step)
         if replaces_loss(self):

@@ -20,6 +20,7 @@ from ctl.errors import CtlError, UsageError
 from ctl.phases import losses
 from ctl.phases.labels import batch_spec
 from ctl.phases.logged import Logged
+from ctl.phases.metrics import check_given, takes_logits
 from ctl.phases.penalties import codes, names
 from ctl.phases.seeds import Seeds
 from ctl.phases.tracked_state import TrackedState, has_state
@@ -186,6 +187,31 @@ def replaces_loss(step: Any) -> bool:
     own = (getattr(step, p) for p in phases if step.training and step.overrides(p))
     calls = {"super", "loss", "loss_fn", *phases}
     return step.overrides("loss") or any(calls.isdisjoint(names_in(method)) for method in own)
+
+
+def check_probabilities(step: Any) -> None:
+    """Refuses metrics of probabilities that get logits, and the reverse, see `ctl.phases.metrics`.
+    Warns of them where code of the user's own may update them with something else."""
+    own = replaces_loss(step) or step.overrides("update_metrics")
+    if not own:
+        known = step.training or losses.gives_logits(step.model) is not None
+        check_given(step.given_metrics, step.loss_fn if known else None, step.model)
+    for metric in step.all_metrics() if own else step.tracked.metrics:
+        logits = losses.gives_logits(step.model) and takes_logits(metric) is False
+        if logits and not _names_activation(type(step)):
+            logging.warning(
+                "metric %s takes probabilities, and model %s ends in logits: update it with "
+                "keras.ops.sigmoid(outputs), or softmax",
+                *(metric.name, step.model.name),
+            )
+
+
+def _names_activation(kind: type) -> bool:
+    """Whether a method of the user's in the class ``kind`` names sigmoid or softmax."""
+    of_user = (base for base in kind.__mro__ if not base.__module__.startswith("ctl."))
+    functions = [f for base in of_user for f in vars(base).values() if callable(f)]
+    words = {name for function in functions for name in names_in(function)}
+    return any("sigmoid" in word or "softmax" in word for word in words)
 
 
 # Methods by which other tools train; of a keras.Model, the first two.
