@@ -716,9 +716,11 @@ def check(table: Table, choice: Choice, chosen_for_it: bool = True) -> None:
     """
     for name in (*choice.features, *choice.labels):
         if name not in table.columns:
+            of_labels = name in choice.labels and not chosen_for_it
+            remedy = "; to predict without labels, give ctl.evaluate --predictions=FILE.csv"
             raise UsageError(
                 f"{table.name} has no column {quoted(name)}, which the training data have; it has "
-                f"{listed(table.columns)}"
+                f"{listed(table.columns)}{remedy if of_labels else ''}"
             )
     for name in choice.features:
         column = table.columns[name]
