@@ -21,6 +21,7 @@ from ctl.base.names import (
     CLASSES,
     CLICKS,
     DROP,
+    HOLD_OUT,
     RECORDS,
     TABLES,
     TARS,
@@ -232,10 +233,7 @@ class Files:
             return
         what = f"{common} of the {len(other_rows)} examples of {other} are in {train}, too"
         if not meant:
-            raise UsageError(
-                f"{self._info.name}: {what}: give both --train_split and --eval_split, such as "
-                "train[:80%] and train[80%:]"
-            )
+            raise UsageError(f"{self._info.name}: {what}: give both, such as {HOLD_OUT}")
         logging.warning("%s: %s: their results are too good", self._info.name, what)
 
     def _rows(self, split: str) -> tuple[str, np.ndarray]:
@@ -252,7 +250,7 @@ class Files:
         except (ValueError, KeyError, AssertionError) as error:
             raise UsageError(
                 f"{self._info.name} has no split {split!r:.80}; it has {', '.join(sizes)}, and "
-                "parts of one of them such as train[:80%]"
+                f"parts of one of them: to hold out a fifth, give {HOLD_OUT}"
             ) from error
         count = len(self._sources[part])
         rows = np.arange(count)

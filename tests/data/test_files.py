@@ -166,6 +166,10 @@ def test_what_is_trained_on_is_not_evaluated_unless_both_are_given(tmp_path, cap
     ("split", "says"),
     [
         ("test", "has no split 'test'; it has train, and parts of one of them"),
+        (
+            "0.2",
+            "has no split '0.2'; .* give --train_split='train.:80%.' --eval_split='train.80%:.'$",
+        ),
         ("train[", "has no split"),
         ("train+train", "has no split"),
         ("train[:1%]", r"the split train\[:1%\] of 40 examples is empty"),
