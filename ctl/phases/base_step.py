@@ -407,6 +407,7 @@ class BaseStep(AutographMethods):
             labels.check_features(self.model, dataset)
             labels.check_ids(self.model, dataset, step)
         if labels.takes_classes(loss_fn):
+            labels.check_several_outputs(self.model)
             labels.check_labels(labels.CROSS_ENTROPY, self.model, dataset, step)
         if labels.takes_binary(loss_fn):
             labels.check_labels(labels.BINARY, self.model, dataset, step)
