@@ -40,6 +40,8 @@ def test_other_variables(tmp_path, state, message):
     with pytest.raises(CheckpointError, match=message) as raised:
         CheckpointManager(tmp_path, read_only=True).restore(whole)
     assert "\n" not in str(raised.value)
+    remedy = "the step with the arguments it was written with or choose another directory"
+    assert str(raised.value).endswith(f"; make the model and {remedy}")
     assert [v.numpy().tolist() for group in whole.values() for v in group] == before
 
 
