@@ -39,6 +39,7 @@ from ctl.phases.checks import (
     check_overrides,
     check_unsynchronized,
     checked_gradients,
+    naming_keys,
     refuses_summaries,
 )
 from ctl.phases.losses import cross_entropy
@@ -423,7 +424,9 @@ class TrainStep(BaseStep):
         """Returns ``(loss, outputs)`` of a (micro-)batch. ``loss`` is the sum of the losses with
         regularization, a float32 scalar; a list of sums if `loss` returns a list. ``outputs`` are
         for the metrics, or None."""
-        loss, outputs = self.sum_of(self.loss(batch), batch)
+        with naming_keys(batch):
+            losses = self.loss(batch)
+        loss, outputs = self.sum_of(losses, batch)
         penalty = penalties.total(self, batch)
         if penalty is None:
             return loss, outputs

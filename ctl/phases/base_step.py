@@ -24,6 +24,7 @@ from ctl.phases.checks import (
     check_loss_and_metrics,
     check_probabilities,
     check_results,
+    naming_keys,
     refuses_summaries,
     replaces_loss,
 )
@@ -530,7 +531,7 @@ class EvalStep(BaseStep):
         """Updates the metrics. Returns float32 [2]: sum of the losses, number of valid examples."""
         computed, empty = local_batch.pad_empty(batch)
         counted = self.tracked.counted_unless(empty, *self.logged.variables)
-        with counted, gather_context(1, empty), refuses_summaries(self):
+        with counted, gather_context(1, empty), refuses_summaries(self), naming_keys(computed):
             losses = self.loss(computed)
         loss, outputs = self.sum_of(losses, computed)
         loss, outputs = local_batch.mask_empty(empty, tf.reduce_sum(loss), outputs)

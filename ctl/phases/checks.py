@@ -14,6 +14,8 @@ import keras
 import tensorflow as tf
 from absl import logging
 
+from ctl.base import tf_internals
+from ctl.base.tracebacks import Said
 from ctl.distributed import local_batch, replicas
 from ctl.distributed.replica_variables import ReplicaVariables
 from ctl.errors import CtlError, UsageError
@@ -376,6 +378,20 @@ def refuses_summaries(step: Any) -> Iterator[None]:
                 f"self.log({tag!r}, value), which is averaged over replicas; write other summaries "
                 "in an action of the loop"
             )
+
+
+@contextlib.contextmanager
+def naming_keys(batch: Any) -> Iterator[None]:
+    """Adds to a `KeyError` inside the keys that ``batch``, a dict or a nest with dicts, has."""
+    try:
+        yield
+    except KeyError as error:
+        found = [batch, *batch] if isinstance(batch, tuple | list) else [batch]
+        keys = [repr(key) for one in found if isinstance(one, Mapping) for key in one]
+        if keys and (key := tf_internals.key_of(error)) not in keys:
+            said = Said(f"{key} (the batch has the keys {', '.join(keys)})")
+            tf_internals.set_message(error, said)
+        raise
 
 
 def fits_default_evaluation(kind: type) -> bool:
