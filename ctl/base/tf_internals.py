@@ -60,6 +60,19 @@ def set_message(error: KeyError, message: str) -> None:
         metadata.cause_message = f"KeyError: {message}"
 
 
+class QuietMethod:
+    """`tf.function` of a method, each object of whose class has a trace of its own, of which there
+    may be many: without TensorFlow's warning that there are several."""
+
+    def __init__(self, method: Callable):
+        self._function = tf.function(method)
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        of_owner = self._function.__get__(owner, kind)
+        of_owner._omit_frequent_tracing_warning = True
+        return of_owner
+
+
 def why_no_timestamps() -> str | None:
     """Says why time stamps are impossible (see `run_independently`); None if they are possible."""
     lost = "time stamps inside the step would wait for each other, so phases, packs and late "

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from ctl.base.names import check_name
 from ctl.base.signals import StopRequested
+from ctl.base.tf_internals import QuietMethod
 from ctl.base.tracebacks import hides_frames
 from ctl.control.eager import without_graphs
 from ctl.control.pace import Pace
@@ -201,7 +202,7 @@ class Evaluator:
             self._resident = self.dataset.resident(self.strategy)
         return open_batches(self.dataset, self.strategy, again=self._batches is not None)
 
-    @tf.function
+    @QuietMethod
     def _eval_steps(
         self, iterator: Any, resident: Any, steps: tf.Tensor, report: tf.Tensor, version: int
     ) -> tf.Tensor:
