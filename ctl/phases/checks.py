@@ -15,12 +15,12 @@ import tensorflow as tf
 from absl import logging
 
 from ctl.base import tf_internals
-from ctl.base.tracebacks import Said
+from ctl.base.tracebacks import Said, is_of_the_user
 from ctl.distributed import local_batch, replicas
 from ctl.distributed.replica_variables import ReplicaVariables
 from ctl.errors import CtlError, UsageError
 from ctl.phases import losses
-from ctl.phases.labels import batch_spec
+from ctl.phases.labels import CROSS_ENTROPY, batch_spec, check_outputs
 from ctl.phases.logged import Logged
 from ctl.phases.metrics import check_given, takes_logits
 from ctl.phases.penalties import codes, names
@@ -432,6 +432,10 @@ def _warn_of_another_loss(step: Any, evaluation: Any) -> None:
     alike = losses.takes_logits(trained) and trained is not losses.binary_cross_entropy
     own = replaces_loss(step) or evaluation.overrides("loss")
     if evaluation.loss_fn is losses.cross_entropy and not alike and not own:
+        try:
+            check_outputs(CROSS_ENTROPY, evaluation.model)
+        except UsageError:  # the evaluator has said so
+            return
         name = getattr(trained, "name", None) or getattr(trained, "__name__", "another function")
         logging.warning(
             "the loss of the evaluation is cross_entropy, that of the training is %s: unless this "
@@ -447,6 +451,15 @@ def _advice(step: Any) -> str:
         f"set {kind}.eval_step to a subclass of ctl.EvalStep with this loss(), or to ctl.EvalStep "
         "if that is meant"
     )
+
+
+def _line_of(*methods: Any) -> str:
+    """Where the first of ``methods`` that is of the user's is defined, for a message."""
+    codes = (getattr(inspect.unwrap(method), "__code__", None) for method in methods)
+    for code in codes:
+        if code and is_of_the_user(code.co_filename):
+            return f" ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})"
+    return ""
 
 
 def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
@@ -473,10 +486,11 @@ def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
     train_class, eval_class = type(step), type(evaluator.step)
     if train_class.preprocess is not eval_class.preprocess:
         logging.warning(
-            "%s.preprocess is not %s.preprocess, so the model is evaluated on other inputs than it "
-            "trains on: unless this is meant, define it in a class that both inherit, and set "
+            "%s.preprocess is not %s.preprocess%s, so the model is evaluated on other inputs than "
+            "it trains on: unless this is meant, define it in a class that both inherit, and set "
             "%s.eval_step",
-            *(train_class.__name__, eval_class.__name__, train_class.__name__),
+            *(train_class.__name__, eval_class.__name__),
+            *(_line_of(train_class.preprocess, eval_class.preprocess), train_class.__name__),
         )
     spec = batch_spec(dataset)
     features = spec[0] if local_batch.has_parts(spec) else None
@@ -487,9 +501,10 @@ def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
     if are_images and unscaled[0] != unscaled[1]:
         logging.warning(
             "only one of %s.loss() and %s.loss() calls self.preprocess(), which scales 0 to 255 "
-            "to 0 to 1: unless the other does it itself, the model is evaluated on other inputs "
+            "to 0 to 1%s: unless the other does it itself, the model is evaluated on other inputs "
             "than it trains on",
             *(train_class.__name__, eval_class.__name__),
+            _line_of(train_class.loss, eval_class.loss),
         )
     for data in evaluator.datasets:
         names, eval_names = (getattr(d.info, "class_names", ()) for d in (dataset, data))
