@@ -41,6 +41,7 @@ from ctl.phases.checks import (
     checked_gradients,
     naming_keys,
     refuses_summaries,
+    warn_of_float16,
 )
 from ctl.phases.losses import cross_entropy
 from ctl.phases.norms import global_norm
@@ -168,6 +169,7 @@ class TrainStep(BaseStep):
             UsageError: the step was built before, or its model or optimizer cannot be used.
         """
         check_overrides(self)
+        warn_of_float16(self)
         replicas.check_sums(strategy)
         self.check_scope(strategy)
         self._check_layers(strategy)

@@ -631,9 +631,10 @@ class CheckpointManager:
         soft = [text for key, text in differing.items() if key in self._soft_keys]
         hard = {key: text for key, text in differing.items() if key not in self._soft_keys}
         if hard:
+            same = "flags" if in_command() else "arguments"
             raise CheckpointError(
-                f"{saved.path} is from another run: {'; '.join(hard.values())}; use the same flags "
-                "and data, or another directory (or allow it in Python: CheckpointManager(..., "
+                f"{saved.path} is from another run: {'; '.join(hard.values())}; use the same "
+                f"{same} and data, or another directory (or allow it in Python: CheckpointManager(..., "
                 f"soft_keys={[*self._soft_keys, *hard]}))"
             )
         if soft:

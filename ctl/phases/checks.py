@@ -15,6 +15,7 @@ import tensorflow as tf
 from absl import logging
 
 from ctl.base import tf_internals
+from ctl.base.models import layers_of
 from ctl.base.tracebacks import Said, is_of_the_user
 from ctl.distributed import local_batch, replicas
 from ctl.distributed.replica_variables import ReplicaVariables
@@ -189,6 +190,19 @@ def replaces_loss(step: Any) -> bool:
     own = (getattr(step, p) for p in phases if step.training and step.overrides(p))
     calls = {"super", "loss", "loss_fn", *phases}
     return step.overrides("loss") or any(calls.isdisjoint(names_in(method)) for method in own)
+
+
+def warn_of_float16(step: Any) -> None:
+    """Warns of a model that computes in float16, without a scale of the loss."""
+    narrow = [
+        one for one in layers_of(step.model) if getattr(one, "compute_dtype", "") == "float16"
+    ]
+    if narrow and not step.loss_scale:
+        logging.warning(
+            "model %s computes in float16, in which small gradients are 0: give "
+            "%s(loss_scale=True), or keras.mixed_precision.set_dtype_policy('mixed_bfloat16')",
+            *(step.model.name, type(step).__name__),
+        )
 
 
 def check_probabilities(step: Any) -> None:

@@ -64,7 +64,7 @@ def test_fingerprint(tmp_path, warnings_of):
     with pytest.raises(
         CheckpointError,
         match=r"another run: batch was '\(absent\)', is 64; seed was 1, is 2; split was 'train', "
-        r"is '\(absent\)'; tensorflow was '2.21', is '2.22'; use the same flags and data, .* "
+        r"is '\(absent\)'; tensorflow was '2.21', is '2.22'; use the same arguments and data, .* "
         r"soft_keys=\['batch', 'seed', 'split', 'tensorflow'\]\)\)",
     ):
         restore_fresh(tmp_path, fingerprint=other, soft_keys=())
