@@ -634,8 +634,8 @@ class CheckpointManager:
             same = "flags" if in_command() else "arguments"
             raise CheckpointError(
                 f"{saved.path} is from another run: {'; '.join(hard.values())}; use the same "
-                f"{same} and data, or another directory (or allow it in Python: CheckpointManager(..., "
-                f"soft_keys={[*self._soft_keys, *hard]}))"
+                f"{same} and data, or another directory (or allow it in Python: "
+                f"CheckpointManager(..., soft_keys={[*self._soft_keys, *hard]}))"
             )
         if soft:
             logging.warning("%s: %s", saved.path, "; ".join(soft))
