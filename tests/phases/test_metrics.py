@@ -160,37 +160,43 @@ def with_activation(kind, activation, *args, **options):
 
 
 KERAS = keras.metrics
+
+
+def named(kind, *args, **options):
+    """A metric with a name: other tests count on the first name of each class."""
+    return lambda: kind(*args, name="named", **options)
+
+
+PAIRS = {
+    r"AUC\(from_logits=True\)": (KERAS.AUC, {"from_logits": True}),
+    r"Precision\(thresholds=0.0\)": (KERAS.Precision, {"thresholds": 0.0}),
+    r"Recall\(thresholds=0.0\)": (KERAS.Recall, {"thresholds": 0.0}),
+    r"TruePositives\(thresholds=0.0\)": (KERAS.TruePositives, {"thresholds": 0.0}),
+    r"TrueNegatives\(thresholds=0.0\)": (KERAS.TrueNegatives, {"thresholds": 0.0}),
+    r"FalsePositives\(thresholds=0.0\)": (KERAS.FalsePositives, {"thresholds": 0.0}),
+    r"FalseNegatives\(thresholds=0.0\)": (KERAS.FalseNegatives, {"thresholds": 0.0}),
+    r"BinaryAccuracy\(threshold=0.0\)": (KERAS.BinaryAccuracy, {"threshold": 0.0}),
+    r"BinaryIoU\(threshold=0.0\)": (KERAS.BinaryIoU, {"threshold": 0.0}),
+    r"BinaryCrossentropy\(from_logits=True\)": (KERAS.BinaryCrossentropy, {"from_logits": True}),
+}
+OF_ARGUMENTS = (
+    (KERAS.SensitivityAtSpecificity, 0.5),
+    (KERAS.SpecificityAtSensitivity, 0.5),
+    (KERAS.PrecisionAtRecall, 0.5),
+    (KERAS.RecallAtPrecision, 0.5),
+    (KERAS.F1Score, "micro", 0.5),
+    (KERAS.FBetaScore, "micro", 2.0, 0.5),
+    (KERAS.KLDivergence,),
+)
+SUBCLASS = r"a subclass of {} .*\(labels, keras.ops.sigmoid\(outputs\), sample_weight\)$"
 BINARY_REMEDIES = {
-    r"AUC\(from_logits=True\)": (KERAS.AUC, lambda: KERAS.AUC(from_logits=True)),
-    r"Precision\(thresholds=0.0\)": (KERAS.Precision, lambda: KERAS.Precision(0.0)),
-    r"Recall\(thresholds=0.0\)": (KERAS.Recall, lambda: KERAS.Recall(0.0)),
-    r"TruePositives\(thresholds=0.0\)": (KERAS.TruePositives, lambda: KERAS.TruePositives(0.0)),
-    r"TrueNegatives\(thresholds=0.0\)": (KERAS.TrueNegatives, lambda: KERAS.TrueNegatives(0.0)),
-    r"FalsePositives\(thresholds": (KERAS.FalsePositives, lambda: KERAS.FalsePositives(0.0)),
-    r"FalseNegatives\(thresholds": (KERAS.FalseNegatives, lambda: KERAS.FalseNegatives(0.0)),
-    r"BinaryAccuracy\(threshold=0.0\)": (
-        KERAS.BinaryAccuracy,
-        lambda: KERAS.BinaryAccuracy(threshold=0.0),
-    ),
-    r"BinaryIoU\(threshold=0.0\)": (KERAS.BinaryIoU, lambda: KERAS.BinaryIoU(threshold=0.0)),
-    r"BinaryCrossentropy\(from_logits=True\)": (
-        KERAS.BinaryCrossentropy,
-        lambda: KERAS.BinaryCrossentropy(from_logits=True),
-    ),
+    says: (named(kind), named(kind, **options)) for says, (kind, options) in PAIRS.items()
 } | {
-    rf"a subclass of {kind.__name__} .*\(labels, keras.ops.sigmoid\(outputs\), sample_weight\)$": (
-        lambda kind=kind, args=args: kind(*args),
+    SUBCLASS.format(kind.__name__): (
+        named(kind, *args),
         lambda kind=kind, args=args: with_activation(kind, keras.ops.sigmoid, *args),
     )
-    for kind, *args in (
-        (KERAS.SensitivityAtSpecificity, 0.5),
-        (KERAS.SpecificityAtSensitivity, 0.5),
-        (KERAS.PrecisionAtRecall, 0.5),
-        (KERAS.RecallAtPrecision, 0.5),
-        (KERAS.F1Score, "micro", 0.5),
-        (KERAS.FBetaScore, "micro", 2.0, 0.5),
-        (KERAS.KLDivergence,),
-    )
+    for kind, *args in OF_ARGUMENTS
 }
 FEATURES = RANDOM.normal(size=(50, 3)).astype("float32")
 BINARY = FEATURES.sum(axis=1, keepdims=True) + RANDOM.normal(size=(50, 1)) > 0
@@ -224,12 +230,12 @@ def test_a_metric_of_probabilities_is_refused_with_a_remedy(says):
     [
         (
             "CategoricalCrossentropy.from_logits=True.",
-            KERAS.CategoricalCrossentropy,
-            lambda: KERAS.CategoricalCrossentropy(from_logits=True),
+            named(KERAS.CategoricalCrossentropy),
+            named(KERAS.CategoricalCrossentropy, from_logits=True),
         ),
         (
             r"a subclass of AUC .*keras.ops.softmax\(outputs\)",
-            KERAS.AUC,
+            named(KERAS.AUC),
             lambda: with_activation(KERAS.AUC, keras.ops.softmax),
         ),
     ],
@@ -250,16 +256,16 @@ def test_ctl_s_names_are_refused_where_they_would_apply_a_sigmoid_to_a_softmax()
 @pytest.mark.parametrize(
     ("activation", "loss", "make"),
     [
-        (None, "binary_cross_entropy", lambda: KERAS.Precision(thresholds=0.3)),
-        (None, "binary_cross_entropy", lambda: KERAS.Precision(top_k=1)),
-        (None, "binary_cross_entropy", lambda: KERAS.AUC(thresholds=[-1.0, 0.0, 1.0])),
+        (None, "binary_cross_entropy", named(KERAS.Precision, thresholds=0.3)),
+        (None, "binary_cross_entropy", named(KERAS.Precision, top_k=1)),
+        (None, "binary_cross_entropy", named(KERAS.AUC, thresholds=[-1.0, 0.0, 1.0])),
         (None, "binary_cross_entropy", lambda: with_activation(KERAS.AUC, keras.ops.sigmoid)),
         (None, "binary_cross_entropy", lambda: "auc"),
-        (None, "mse", KERAS.BinaryAccuracy),  # numbers that are 0 or 1
-        (None, lambda labels, outputs: (labels - outputs)[:, 0] ** 2, KERAS.AUC),
-        ("sigmoid", "binary_crossentropy", KERAS.AUC),
+        (None, "mse", named(KERAS.BinaryAccuracy)),  # numbers that are 0 or 1
+        (None, lambda labels, outputs: (labels - outputs)[:, 0] ** 2, named(KERAS.AUC)),
+        ("sigmoid", "binary_crossentropy", named(KERAS.AUC)),
         ("sigmoid", "cross_entropy", lambda: "auc"),  # the loss of an evaluation may mean nothing
-        ("tanh", lambda labels, outputs: (labels - outputs)[:, 0] ** 2, KERAS.AUC),
+        ("tanh", lambda labels, outputs: (labels - outputs)[:, 0] ** 2, named(KERAS.AUC)),
     ],
 )
 def test_metrics_that_may_be_right_are_taken(activation, loss, make):
@@ -283,7 +289,7 @@ def test_what_a_model_gives_may_be_known_by_its_loss_in_a_training_alone():
     with pytest.raises(UsageError, match="^metric auc takes probabilities, and model subclassed"):
         step = ctl.TrainStep(Subclassed(), "sgd", loss, metrics=[KERAS.AUC(name="auc")])
         ctl.Loop(step, arrays, global_batch_size=10)
-    ctl.Evaluator(ctl.EvalStep(Subclassed(), loss, [KERAS.AUC()]), arrays)
+    ctl.Evaluator(ctl.EvalStep(Subclassed(), loss, [named(KERAS.AUC)()]), arrays)
 
 
 def test_a_metric_of_logits_is_refused_for_probabilities():
