@@ -104,7 +104,7 @@ class Files:
                 left out. By default, they are refused.
             needs_labels: False for data to predict for, with the ``schema`` of the training data.
                 They may lack the columns of labels, or values in them, and images the folders of
-                the classes: then all labels are 0, and `has_labels` is false.
+                the classes: then all labels are 0, and ``has_labels`` is false.
 
         Raises:
             UsageError: the data are missing, damaged or not suitable.
