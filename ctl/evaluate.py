@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import shlex
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
     from ctl.checkpoint.manager import Saved
     from ctl.control.evaluator import Evaluator
+    from ctl.data import Files
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -43,6 +46,7 @@ Evaluates a checkpoint of a run, or an exported model, on every example of the t
   python -m ctl.evaluate --model_dir=/tmp/run --checkpoint=best --replicas=2
   python -m ctl.evaluate --model_dir=/tmp/run --watch              # each new one as it appears
   python -m ctl.evaluate --model=/tmp/run/export/model.keras
+  python -m ctl.evaluate --model_dir=/tmp/run --dataset=new.csv --predictions=out.csv
 
 Data, model, step, loss, metrics and precision are taken from the run (config.json) unless given.
 Code of your own must be named again: --model=my.module:make_model
@@ -77,6 +81,12 @@ def run() -> None:
             "Directory for report.html and report.json of a classifier: accuracy of each class, "
             "confusion matrix, and the examples with the highest loss.",
         )
+        define_path(
+            "predictions",
+            None,
+            "CSV file for what the model predicts for each example of --dataset, which then needs "
+            "no labels: the class and its probability, or numbers.",
+        )
     groups.define_data_flags(of_a_run=True)
     groups.define_dlrm_flags()
     groups.define_code_flags()
@@ -92,6 +102,7 @@ def run() -> None:
             "seed", 0, "Seed of synthetic data and of your own dataset.", lower_bound=0
         )
     check_flags(["report", "watch", "loss"], _check_report)
+    check_flags(["predictions", "watch"], _check_predictions)
     check_flags(["model_dir", "model", "checkpoint", "watch", "watch_timeout"], _check)
     run_command(main, _USAGE)
 
@@ -104,6 +115,13 @@ def _check_report(report: str | None, watch: bool, loss: str) -> None:
         raise UsageError(
             f"--report needs a classifier, and --loss={loss} is not for one: leave out --report"
         )
+
+
+def _check_predictions(predictions: str | None, watch: bool) -> None:
+    if predictions and watch:
+        raise UsageError("--predictions are of one checkpoint: leave out --watch")
+    if predictions and not predictions.endswith(".csv"):
+        raise UsageError(f"--predictions={predictions} writes CSV: give a file that ends in .csv")
 
 
 def _check(
@@ -156,14 +174,16 @@ def main() -> None:
     logging.info("strategy: %s", placement.description)
     named.step_class(FLAGS.step)  # what is wrong is said before data are loaded
     named.check_metrics(FLAGS.metrics)
-    dataset = load_evaluation_data(FLAGS, _found())
+    found = _found()
+    dataset, files = load_evaluation_data(FLAGS, found, needs_labels=not FLAGS.predictions)
     logging.info("evaluation data: %s", dataset.description)
     check_classes(FLAGS, dataset)
     evaluator = _make_evaluator(dataset, placement.strategy, frozen)
+    show = functools.partial(_show, evaluator, files, found.get("labels") or ())
     if FLAGS.model_dir:
-        _evaluate_checkpoints(evaluator, averaged, best)
+        _evaluate_checkpoints(evaluator, show, averaged, best)
     else:
-        _show(evaluator, None)
+        show(None)
 
 
 def _found() -> dict[str, Any]:
@@ -195,19 +215,46 @@ def _make_evaluator(dataset: Any, strategy: tf.distribute.Strategy, frozen: list
     return Evaluator(step, dataset, strategy=strategy)
 
 
-def _show(evaluator: Evaluator, saved: Saved | None) -> None:
+def _show(
+    evaluator: Evaluator, files: Files | None, labels: Sequence[str], saved: Saved | None
+) -> None:
+    """Evaluates the model on ``files``, whose columns of ``labels`` may be unknown, as far as they
+    have labels; writes reports and predictions."""
     from ctl.data.errors import translate_data_errors
 
+    info = evaluator.dataset.info
+    has_labels = files is None or files.has_labels(info.split)
+    if FLAGS.report and not has_labels:
+        raise UsageError(f"--report needs labels, and {FLAGS.dataset} has none: leave it out")
     with translate_data_errors(evaluator.dataset):
-        results = evaluator.run()
+        results = evaluator.run() if has_labels else {}
         _print(results, saved)
         if FLAGS.report:
             write_report(evaluator, results, saved)
+        if FLAGS.predictions:
+            write_predictions(evaluator, files, labels)
 
 
-def _evaluate_checkpoints(evaluator: Evaluator, averaged: bool, best: dict[str, Any]) -> None:
-    """Evaluates the wanted checkpoint and, with ``--watch``, those that follow. ``averaged``: with
-    the averages of their weights."""
+def write_predictions(evaluator: Evaluator, files: Files | None, labels: Sequence[str]) -> None:
+    """Writes what ``--predictions`` asks for."""
+    from ctl.inspect import predictions
+
+    step, dataset, info = evaluator.step, evaluator.dataset, evaluator.dataset.info
+    outputs = predictions.collect(step, dataset, evaluator.strategy)
+    of_data = "row", [*map(str, range(len(outputs)))]
+    named = files.names(info.split) if files else of_data
+    text = predictions.table(step, outputs, info.class_names, labels, named)
+    console.write_file("predictions", FLAGS.predictions, text)
+
+
+def _evaluate_checkpoints(
+    evaluator: Evaluator,
+    show_saved: Callable[[Saved], None],
+    averaged: bool,
+    best: dict[str, Any],
+) -> None:
+    """Shows the wanted checkpoint with ``show_saved`` and, with ``--watch``, those that follow.
+    ``averaged``: with the averages of their weights."""
     import keras
 
     from ctl.base.models import split
@@ -227,7 +274,7 @@ def _evaluate_checkpoints(evaluator: Evaluator, averaged: bool, best: dict[str, 
         for variable, average in averages:
             if average is not variable:
                 variable.assign(keras.ops.cast(average, variable.dtype))
-        _show(evaluator, saved)
+        show_saved(saved)
 
     with CheckpointManager(
         stores.join(FLAGS.model_dir, "checkpoints"), **best, read_only=True
@@ -280,6 +327,9 @@ def _check_given() -> None:
         ("train_split", "shuffle_block", "oversample"), "on an evaluation: leave it out"
     )
     groups.check_data_flags()
+    if FLAGS.predictions:
+        check_without_effect(["on_bad_record"], "with --predictions, which name each example")
+        FLAGS["on_bad_record"].value = "stop"
     if FLAGS.dataset != "synthetic" and not names.is_function_name(FLAGS.dataset):
         check_without_effect(["seed"], f"with --dataset={FLAGS.dataset}: leave it out")
     if not FLAGS.model_dir:
@@ -358,6 +408,7 @@ def _print(results: dict[str, float], saved: Saved | None) -> None:
         print(to_json({**head, **results}), flush=True)
         return
     scores = [f"{name} {value:.6f}" for name, value in results.items()]
+    scores = scores or ["no labels, so no metrics"]
     where = f"step {saved.step} ({_where(saved)})" if saved else FLAGS.model
     print(console.filled(scores, f"{where}: "), flush=True)
 

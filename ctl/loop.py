@@ -44,6 +44,7 @@ from ctl.base.foreign_names import missing_attribute, refuses_foreign
 from ctl.base.interactive import is_shell
 from ctl.base.ledger import LEDGER
 from ctl.base.signals import Signals, StopRequested
+from ctl.base.tf_internals import QuietMethod
 from ctl.base.tracebacks import hides_frames
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.control import jit, source_hash
@@ -130,7 +131,7 @@ class Steps:
         each call."""
         return self.step.tables.reserve(1 if gathers.one_step_per_call(self.strategy) else most)
 
-    @tf.function
+    @QuietMethod
     def run(
         self, feed: Feed, steps: tf.Tensor, report: tf.Tensor, trace_key: TraceKey
     ) -> CallResult:

@@ -39,7 +39,9 @@ from ctl.phases.checks import (
     check_overrides,
     check_unsynchronized,
     checked_gradients,
+    naming_keys,
     refuses_summaries,
+    warn_of_float16,
 )
 from ctl.phases.losses import cross_entropy
 from ctl.phases.norms import global_norm
@@ -167,6 +169,7 @@ class TrainStep(BaseStep):
             UsageError: the step was built before, or its model or optimizer cannot be used.
         """
         check_overrides(self)
+        warn_of_float16(self)
         replicas.check_sums(strategy)
         self.check_scope(strategy)
         self._check_layers(strategy)
@@ -423,7 +426,9 @@ class TrainStep(BaseStep):
         """Returns ``(loss, outputs)`` of a (micro-)batch. ``loss`` is the sum of the losses with
         regularization, a float32 scalar; a list of sums if `loss` returns a list. ``outputs`` are
         for the metrics, or None."""
-        loss, outputs = self.sum_of(self.loss(batch), batch)
+        with naming_keys(batch):
+            losses = self.loss(batch)
+        loss, outputs = self.sum_of(losses, batch)
         penalty = penalties.total(self, batch)
         if penalty is None:
             return loss, outputs

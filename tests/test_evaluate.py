@@ -78,7 +78,9 @@ def test_the_best_and_a_step(zygote, run, tmp_path):
         f"No checkpoint of step 30 in {run}/checkpoints; choose one of 20, 40, 60"
     )
     command = zygote.run(EVALUATE, f"--model_dir={run}", "--model=convnet", exit_code=4)
-    assert "step-0000000060 does not fit: " in command.stderr.splitlines()[-1]
+    refused = command.stderr.splitlines()[-1]
+    assert "step-0000000060 does not fit: " in refused
+    assert refused.endswith("use the flags it was written with or choose another --model_dir")
 
 
 @pytest.mark.parametrize("strategy", [["--strategy=default"], ["--replicas=2"]], ids=" ".join)

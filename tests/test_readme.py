@@ -117,7 +117,7 @@ def parse(zygote, zygote_without_tensorflow, tmp_path_factory):
 
 def test_the_flags_of_every_command_parse(parse, run, tmp_path):
     (tmp_path / "cat").mkdir()  # a folder of the reader's, and files
-    files = {name: tmp_path / name for name in ("wine.csv", "people.csv")}
+    files = {name: tmp_path / name for name in ("wine.csv", "people.csv", "new.csv")}
     files["/tmp/ctl-clicks/train.txt"] = tmp_path / "train.txt"
     for file in files.values():
         file.touch()
@@ -131,6 +131,7 @@ def test_the_flags_of_every_command_parse(parse, run, tmp_path):
             module = INSPECT[arguments.pop(0)][0]
         here = [a.replace(RUN, str(run)).replace("/shared/run", str(run)) for a in arguments]
         here = [a.replace("./photos", str(tmp_path)) for a in here]
+        here = [a.replace("./new", str(tmp_path)) for a in here]
         for name, file in files.items():
             here = [a.replace(name, str(file)) for a in here]
         here = [a for a in here if "spm.model" not in a]  # which needs a package of an extra

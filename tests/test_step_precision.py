@@ -145,3 +145,17 @@ def test_counted_gradients_are_sums_until_they_are_reduced(dtype):
     np.testing.assert_allclose(sums[-1], expected.sum(0), atol=tolerance)  # of the bias
     np.testing.assert_allclose(means[-1], expected.mean(0), atol=tolerance)
     assert sums[-1].dtype == "float32" and means[-1].dtype == dtype
+
+
+def test_float16_without_a_loss_scale_is_warned_of(caplog):
+    said = "computes in float16, in which small gradients are 0: give TrainStep(loss_scale=True)"
+    for policy, options, warns in (
+        ("mixed_float16", {}, True),
+        ("mixed_float16", {"loss_scale": True}, False),
+        ("mixed_bfloat16", {}, False),
+    ):
+        caplog.clear()
+        with precision(policy):
+            step = TrainStep(network(), keras.optimizers.SGD(0.1), **options)
+        step.build(tf.distribute.get_strategy())
+        assert (said in caplog.text) == warns

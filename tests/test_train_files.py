@@ -59,6 +59,13 @@ def test_a_table(zygote, table, tmp_path):
     assert json.loads(shown.stdout)["accuracy"] == 1  # its one class is the second
     model = tf.keras.models.load_model(exported)
     assert model(np.float32([[1e6, 0], [1e6, 4]])).numpy().argmax(1).tolist() == [0, 1]
+    other.write_text("width,height\n4,1e6\n0,1e6\n")  # no classes
+    out, report = f"--predictions={tmp_path}/out.csv", f"--report={tmp_path}"
+    zygote.run(EVALUATE, run, f"--dataset={other}", out)
+    lines = (tmp_path / "out.csv").read_text().splitlines()
+    assert [line.rpartition(",")[0] for line in lines] == ["row,kind", "0,oak", "1,ash"]
+    refused = zygote.run(EVALUATE, run, f"--dataset={other}", out, report, exit_code=2)
+    assert last_line(refused) == f"--report needs labels, and {other} has none: leave it out"
 
     again = zygote.run(*command, "--train_steps=40", "--global_batch_size=20")
     assert "done: 40 steps, 0 of them now" in again.stdout
@@ -211,3 +218,37 @@ def test_a_folder_of_images(zygote, tmp_path):
     command[1] = f"--model_dir={tmp_path}/streamed"
     streamed = zygote.run(*command, "--resident_limit_mib=0", "--replicas=2")
     assert "36 examples, streamed" in streamed.stderr
+
+
+def test_predictions_for_files_without_labels(zygote, tmp_path):
+    """On one and on two replicas, of a checkpoint and of an export, with metrics where there are
+    labels."""
+    random = np.random.default_rng(0)
+    numbers = random.normal(size=(120, 2))
+    lines = [f"{x},{z},{2 * x - z}" for x, z in numbers]
+    (tmp_path / "train.csv").write_text("\n".join(["x,z,price", *lines, ""]))
+    (tmp_path / "new.csv").write_text("\n".join(["z,x", *(f"{z},{x}" for x, z in numbers), ""]))
+    run, out = f"--model_dir={tmp_path}/run", tmp_path / "out.csv"
+    options = ["--labels=price", "--loss=mean_squared_error", "--train_steps=100"]
+    options += ["--global_batch_size=32", "--model=dense"]
+    zygote.run(TRAIN, run, f"--dataset={tmp_path}/train.csv", *options)
+    model = tf.keras.models.load_model(tmp_path / "run/export/model.keras")
+    expected = model(numbers.astype("float32")).numpy()[:, 0]
+    new, to = f"--dataset={tmp_path}/new.csv", f"--predictions={out}"
+    refused = zygote.run(EVALUATE, run, new, exit_code=2)
+    assert "without labels, give ctl.evaluate --predictions=FILE.csv" in last_line(refused)
+    refused = zygote.run(EVALUATE, run, new, "--predictions=out.txt", exit_code=2)
+    assert "give a file that ends in .csv" in last_line(refused)
+    exported = f"--model={tmp_path}/run/export/model.keras", "--loss=mean_squared_error"
+    for which in ([run], [run, "--replicas=2", "--global_batch_size=50"], exported):
+        shown = zygote.run(EVALUATE, *which, new, to)
+        assert last_line(shown) == f"predictions: {out}"
+        assert "no labels, so no metrics" in shown.stdout
+        rows = list(csv.DictReader(out.open()))
+        assert [row["row"] for row in rows] == [*map(str, range(120))]
+        found = [float(row["price"]) for row in rows]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    shown = zygote.run(EVALUATE, run, "--eval_split=train", to, "--json")
+    loss = np.mean((expected - (2 * numbers[:, 0] - numbers[:, 1])) ** 2)
+    assert json.loads(shown.stdout)["loss"] == pytest.approx(loss, rel=1e-3)
+    assert [row["price"] for row in csv.DictReader(out.open())] == [row["price"] for row in rows]

@@ -72,6 +72,11 @@ REFUSED = {
         "labels in the first batch are 3 to 3",
     ),
     "one output": ([0, 1], {"model": ending(1, None)}, "has 1 output, whose softmax is always 1"),
+    "one sigmoid": (
+        [0, 1],
+        {"model": ending(1, "sigmoid"), "loss_fn": "sparse_categorical_crossentropy"},
+        "has 1 output, .*for two classes, give --loss=binary_crossentropy, or the model 2 outputs;",
+    ),
     "softmax": (GOOD, {"model": ending(5, "softmax")}, r"ends in a softmax \(layer last\).*logits"),
     "sigmoid": ([0, 1], {"model": ending(1, "sigmoid"), **BINARY}, "ends in a sigmoid .*last"),
     "binary classes": ([0, 3], {"model": ending(1, None), **BINARY}, "labels are 0 to 3, and"),
@@ -101,6 +106,8 @@ def test_what_is_no_mistake():
     loop_of(np.array(GOOD, "float32"), **STREAM)
     loop_of(FLOATS, model=ending(1, "sigmoid"), loss_fn=losses.mean_squared_error)
     loop_of([0.0, 0.5], model=ending(1, None), **BINARY)
+    for activation in (None, "sigmoid"):
+        loop_of([0, 1], model=ending(1, activation), loss_fn="binary_crossentropy")
     loop_of([0.0, 0.5], model=ending(1, None), **BINARY, **STREAM)
     softmax, data = ending(CLASSES, "softmax")(), np.zeros([4, FEATURES], np.float32)
     data = InMemory((data, np.array(GOOD)), global_batch_size=2, training=False)

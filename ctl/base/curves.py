@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,11 +47,26 @@ class Curve:
         evaluates: whether it is of evaluations, whose points have marks. One of the training is
             faint.
         run: the number of its run, from 0 to `CURVES` - 1, which chooses the colour.
+        gaps: steps, in ascending order, whose value is not finite: no line passes them.
     """
 
     points: Sequence[tuple[int, float]]
     evaluates: bool = False
     run: int = 0
+    gaps: Sequence[int] = ()
+
+    @property
+    def lines(self) -> list[list[tuple[int, float]]]:
+        """At most about `POINTS` of ``points``, in parts between which there are gaps."""
+        parts: list[list[tuple[int, float]]] = []
+        before = 0
+        for step, value in _thinned(self.points):
+            at = bisect.bisect(self.gaps, step)
+            if not parts or at != before:
+                parts.append([])
+            parts[-1].append((step, value))
+            before = at
+        return parts
 
 
 def chart(name: str, curves: Sequence[Curve]) -> str:
@@ -115,13 +131,17 @@ def _parts(curves: Sequence[Curve]) -> list[str]:
     parts.append(svg.text((LEFT + RIGHT) / 2, BOTTOM + 34, "number of the step", "x"))
     parts.append(svg.rect(LEFT, TOP, RIGHT - LEFT, BOTTOM - TOP, "frame"))
     for curve in curves:
-        points = _thinned(curve.points)
-        places = [f"{svg.number(x(step))} {svg.number(y(value))}" for step, value in points]
         kind = f"{'eval' if curve.evaluates else 'train'} c{curve.run}"
-        if len(places) > 1:
-            parts.append(svg.path(["M", "L".join(places)], f"curve {kind}"))
-        if curve.evaluates or len(places) == 1:
-            parts.append(svg.path([f"M{place}h0" for place in places], f"curve mark {kind}"))
+        lines: list[str] = []
+        alone: list[str] = []  # points
+        for points in curve.lines:
+            places = [f"{svg.number(x(step))} {svg.number(y(value))}" for step, value in points]
+            if len(places) > 1:
+                lines += ["M", "L".join(places)]
+            if curve.evaluates or len(places) == 1:
+                alone += [f"M{place}h0" for place in places]
+        parts += [svg.path(lines, f"curve {kind}")] * bool(lines)
+        parts += [svg.path(alone, f"curve mark {kind}")] * bool(alone)
     return parts
 
 
@@ -172,12 +192,13 @@ def text_plot(name: str, curves: Sequence[Curve], columns: int) -> list[str]:
         return (2 * width - 1) * step / limit, (4 * _ROWS - 1) * (1 - height)
 
     for curve in curves:
-        places = [place(step, value) for step, value in _thinned(curve.points)]
-        if curve.evaluates:
-            marks |= {(round(y) // 4, round(x) // 2): _MARK for x, y in places}
-            continue
-        for x, y in _between(places):
-            dots[y // 4][x // 2] |= _DOTS[x % 2][y % 4]
+        for points in curve.lines:
+            places = [place(step, value) for step, value in points]
+            if curve.evaluates:
+                marks |= {(round(y) // 4, round(x) // 2): _MARK for x, y in places}
+                continue
+            for x, y in _between(places):
+                dots[y // 4][x // 2] |= _DOTS[x % 2][y % 4]
     lines = [f"{'':{left + 2}}{svg.printable(name)}"]
     for row in range(_ROWS):
         cells = (

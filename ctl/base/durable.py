@@ -29,6 +29,7 @@ from typing import Any
 
 from absl import logging
 
+from ctl.base.interactive import another_directory
 from ctl.errors import CheckpointError
 
 _SCRATCH = re.compile(r"tmp-[\w.-]+-\d+-[0-9a-f]{8}")
@@ -250,7 +251,7 @@ class Lock:
             self.release()
             raise CheckpointError(
                 f"{path.parent} is being written by process {holder or '(unknown)'}; "
-                "stop that one or choose another --model_dir"
+                f"stop that one or choose {another_directory()}"
             ) from None
         except BaseException:
             self.release()

@@ -24,6 +24,7 @@ ARGUMENTS = {
         "call loop.train_and_evaluate(until=STEPS, evaluate_every=STEPS)",
     ),
     **dict.fromkeys(("optimizer", "loss", "loss_fn", "metrics", "class_weight"), _STEP),
+    "learning_rate": "give it to the optimizer, or give Loop(schedule=…), a function of the step",
     "batch_size": "give Loop(global_batch_size=…), the examples of all replicas together",
     "callbacks": "give it to loop.train(…) or loop.train_and_evaluate(…)",
     "epochs": "give it to loop.train(…) or loop.train_and_evaluate(…)",
@@ -31,6 +32,23 @@ ARGUMENTS = {
     "steps": "give until=STEP to loop.train(…), the step at which it ends",
     "initial_epoch": "give Loop(checkpoints=DIRECTORY), and call loop.restore()",
     "verbose": "give progress=False or progress=True to loop.train(…)",
+}
+_OPTIMIZER = "give it to the optimizer, such as keras.optimizers.AdamW({name}=…)"
+_LOOP = "give it to ctl.Loop(step, data, …)"
+OF_STEPS = {
+    **dict.fromkeys(("learning_rate", "weight_decay", "momentum"), _OPTIMIZER),
+    "lr": _OPTIMIZER.format(name="learning_rate"),
+    "loss": "call it loss_fn",
+    "loss_weights": "give one function as loss_fn, which adds the losses with their weights: "
+    "lambda labels, outputs: one(labels['a'], outputs['a']) + 0.5 * other(labels['b'], …)",
+    **dict.fromkeys(("clipnorm", "global_clipnorm", "max_grad_norm"), "call it clip_norm"),
+    "gradient_accumulation_steps": "call it accumulate_steps",
+    "auto_scale_loss": "call it loss_scale, and give it with a mixed_float16 policy",
+    "seed": "call it random_seed",
+    "run_eagerly": "give eager=True to loop.train(…)",
+    "steps_per_execution": "give Loop(steps_per_loop=…), or leave it out: ctl chooses it",
+    **dict.fromkeys(("strategy", "schedule", "checkpoints", "evaluator"), _LOOP),
+    "dataset": _LOOP,
 }
 METHODS = {
     "fit": _TRAINING,
@@ -57,6 +75,14 @@ def refuses_foreign(function: Callable[_P, _R]) -> Callable[_P, _R]:
         return function(*args, **kwargs)
 
     return call
+
+
+def refuse_argument_of_step(kind: str, name: str) -> None:
+    """Raises `UsageError` for an argument that a step of the class ``kind`` does not have, if it is
+    one of `OF_STEPS` or `ARGUMENTS`."""
+    of_loop = {one: advice for one, advice in ARGUMENTS.items() if advice is not _STEP}
+    if advice := (of_loop | OF_STEPS).get(name):
+        raise UsageError(f"{kind} has no argument {name}: {advice.format(name=name)}")
 
 
 def missing_attribute(owner: object, name: str) -> AttributeError:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from absl import flags
+
 
 def is_shell() -> bool:
     """Whether lines are entered one by one: in the shell of Python or IPython, or in a notebook."""
@@ -23,3 +25,14 @@ def is_watched() -> bool:
         return is_notebook() or sys.stdout.isatty()
     except (AttributeError, ValueError):  # there is none, or it is closed
         return False
+
+
+def in_command() -> bool:
+    """Whether a command of ctl that trains or evaluates runs, whose user gives flags, and no
+    program."""
+    return "model_dir" in flags.FLAGS
+
+
+def another_directory() -> str:
+    """What to choose where the directory of a run cannot be used."""
+    return "another --model_dir" if in_command() else "another directory"

@@ -130,6 +130,9 @@ NAMING = ("step", "model", "dataset", "loss", "metrics")
 _NAME = r"[^\W\d]\w*"
 _CODE = re.compile(rf"({_NAME}(?:\.{_NAME})*|.*\.py):({_NAME})")
 
+# What splits a part of the data, to train on most of it and to evaluate on the rest.
+HOLD_OUT = "--train_split='train[:80%]' --eval_split='train[80%:]'"
+
 
 def check_name(what: str, name: str, known: Iterable[str], otherwise: str = "") -> None:
     """Raises `UsageError`, with the closest known name, unless ``name`` is one of ``known``.

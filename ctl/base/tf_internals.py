@@ -45,6 +45,34 @@ def convert(function: Callable) -> Callable:
     return autograph.tf_convert(function, autograph.control_status_ctx())
 
 
+def key_of(error: KeyError) -> str:
+    """The key that there is not, as Python shows it, also of an error of AutoGraph's."""
+    metadata = getattr(error, "ag_error_metadata", None)
+    if metadata:
+        return metadata.cause_message.partition(": ")[2]
+    return repr(error.args[0]) if error.args else ""
+
+
+def set_message(error: KeyError, message: str) -> None:
+    """Gives ``error`` another ``message``, also in those that AutoGraph raises in its place."""
+    error.args = (message,)
+    if metadata := getattr(error, "ag_error_metadata", None):
+        metadata.cause_message = f"KeyError: {message}"
+
+
+class QuietMethod:
+    """`tf.function` of a method, each object of whose class has a trace of its own, of which there
+    may be many: without TensorFlow's warning that there are several."""
+
+    def __init__(self, method: Callable):
+        self._function = tf.function(method)
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        of_owner = self._function.__get__(owner, kind)
+        of_owner._omit_frequent_tracing_warning = True
+        return of_owner
+
+
 def why_no_timestamps() -> str | None:
     """Says why time stamps are impossible (see `run_independently`); None if they are possible."""
     lost = "time stamps inside the step would wait for each other, so phases, packs and late "

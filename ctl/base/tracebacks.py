@@ -6,6 +6,7 @@ traceback, so that Python, IPython and the command line show the line that faile
 
 from __future__ import annotations
 
+import builtins
 import functools
 import itertools
 import linecache
@@ -27,7 +28,8 @@ _LIBRARIES = tuple(
 _GLUE = f"{_CTL}/base/autograph.py"  # between two frames of the user's
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (\S+)', re.MULTILINE)
 # What ends a message of AutoGraph that begins with "in user code:".
-_LAST = re.compile(r"^    \w+: (.*)\Z", re.MULTILINE | re.DOTALL)
+_LAST = re.compile(r"^    (\w+): (.*)\Z", re.MULTILINE | re.DOTALL)
+_OF_ANY = "StagingError"  # what AutoGraph makes of an error that it cannot make again
 # Where an operation was made that failed.
 _MADE = re.compile(
     r'Detected at node .*\(most recent call last\):\n((?:\s*(?:File "|<stack).*\n*)*)'
@@ -84,7 +86,12 @@ def of_the_user(error: BaseException) -> BaseException | None:
         kind: Any = type(error)
         error = kind(error.node_def, getattr(error, "op", None), said)
     elif said != message:
+        said = Said(said) if isinstance(error, KeyError) else said
         error.args = (said, *error.args[1:])
+    if type(error).__name__ == _OF_ANY and (last := _LAST.search(message)):
+        kind = getattr(builtins, last[1], None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            error = kind(Said(said))
     following: TracebackType | None = None
     for frame, step in reversed(frames):
         if is_of_the_user(frame[0]):
@@ -92,6 +99,13 @@ def of_the_user(error: BaseException) -> BaseException | None:
             following = TracebackType(following, step.tb_frame, step.tb_lasti, frame[1])
     error.__cause__, error.__suppress_context__ = None, True
     return error.with_traceback(following)
+
+
+class Said(str):
+    """A message that a `KeyError`, which shows the key that it has by `repr`, shows as it is."""
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def text_of(error: BaseException) -> str:
@@ -107,7 +121,7 @@ def text_of(error: BaseException) -> str:
 def _listed(message: str) -> tuple[list[_Frame], str]:
     """The frames that TensorFlow lists in ``message``, and the message without them."""
     if message.startswith("in user code:") and (last := _LAST.search(message)):
-        listed, said = message, last[1].strip().replace("\n    ", "\n")  # AutoGraph indents
+        listed, said = message, last[2].strip().replace("\n    ", "\n")  # AutoGraph indents
     elif (made := _MADE.search(message)) or _PYTHON in message:
         said = _MADE.sub("", message).replace("Graph execution error:", "").strip()
         if several := _SEVERAL.search(said):

@@ -37,6 +37,7 @@ from absl import logging
 from ctl.base import durable, stores
 from ctl.base.best import Mode, mode_of
 from ctl.base.differences import differences, first_three
+from ctl.base.interactive import another_directory, in_command
 from ctl.base.ledger import LEDGER
 from ctl.checkpoint import bundle, manifest
 from ctl.checkpoint.bundle import State
@@ -57,7 +58,7 @@ _RESIZED = (
     ", one value for each replica: resume on as many, or make the variable with on_resize='sum' or "
     "'zero'"
 )
-_GROWN = " (an embedding table may grow with --extend, restore(grow=True))"
+_GROWN = " (an embedding table may grow with --extend, in Python restore(grow=True))"
 
 
 # The managers that write, by process (a forked one has others) and directory.
@@ -375,19 +376,19 @@ class CheckpointManager:
             if os.statvfs(there).f_files and not os.statvfs(there).f_favail:
                 return CheckpointError(
                     f"No inode left to {doing}: {self.directory}; delete some files, or choose "
-                    "another --model_dir"
+                    f"{another_directory()}"
                 )
             free = shutil.disk_usage(there).free
             missing = needed - free if needed > free else needed
             return CheckpointError(
                 f"No space left to {doing} ({needed / 2**20:.1f} MiB): {self.directory}; "
-                f"free {missing / 2**20:.1f} MiB or choose another --model_dir"
+                f"free {missing / 2**20:.1f} MiB or choose {another_directory()}"
             )
         if reason == os.strerror(errno.ENOENT) and not self.directory.exists():
             reason = "the directory is gone"
         return CheckpointError(
-            f"Cannot {doing}: {self.directory}: {reason}; make it writable or choose another "
-            "--model_dir"
+            f"Cannot {doing}: {self.directory}: {reason}; make it writable or choose "
+            f"{another_directory()}"
         )
 
     def _require_writer(self) -> None:
@@ -630,10 +631,11 @@ class CheckpointManager:
         soft = [text for key, text in differing.items() if key in self._soft_keys]
         hard = {key: text for key, text in differing.items() if key not in self._soft_keys}
         if hard:
+            same = "flags" if in_command() else "arguments"
             raise CheckpointError(
-                f"{saved.path} is from another run: {'; '.join(hard.values())}; use the same flags "
-                "and data, or another directory (or allow it in Python: CheckpointManager(..., "
-                f"soft_keys={[*self._soft_keys, *hard]}))"
+                f"{saved.path} is from another run: {'; '.join(hard.values())}; use the same "
+                f"{same} and data, or another directory (or allow it in Python: "
+                f"CheckpointManager(..., soft_keys={[*self._soft_keys, *hard]}))"
             )
         if soft:
             logging.warning("%s: %s", saved.path, "; ".join(soft))
@@ -651,7 +653,7 @@ class CheckpointManager:
         if old != new and not same_source:
             raise CheckpointError(
                 f"{saved.path} was written by the step {old}, not by {new}: use that class, or "
-                "choose another --model_dir"
+                f"choose {another_directory()}"
             )
         now = {"modules": {}, "model": {}, "settings": {}, **code}
         then = {**now, **saved.code}  # which lacks these in the first versions
@@ -727,9 +729,10 @@ def _require_fit(saved: Saved, variables: Mapping[str, list[tf.Variable]]) -> No
             elif manifest.unnumbered(a["name"]) != manifest.unnumbered(b["name"]):
                 renamed.append(f"{key}[{i}] is {a['name']} instead of {b['name']}")
     if differing:
+        use = "use the flags" if in_command() else "make the model and the step with the arguments"
         raise CheckpointError(
-            f"{saved.path} does not fit: {first_three(differing)}; use the flags it was written "
-            "with or choose another --model_dir"
+            f"{saved.path} does not fit: {first_three(differing)}; {use} it was written with or "
+            f"choose {another_directory()}"
         )
     if renamed:
         logging.warning(

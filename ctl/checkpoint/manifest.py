@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from absl import logging
 
 from ctl.base import durable
+from ctl.base.interactive import another_directory
 from ctl.errors import CheckpointError
 
 _SCHEMA = 1
@@ -81,7 +82,7 @@ def paths(directory: Path) -> dict[int, Path]:
     except OSError as error:
         raise CheckpointError(
             f"Cannot look for checkpoints in {directory}: {error.strerror}; make it readable or "
-            "choose another --model_dir"
+            f"choose {another_directory()}"
         ) from error
     steps = [
         int(match[1])
@@ -269,7 +270,7 @@ def first_intact(
         first, reason = next(iter(damaged.items()))
         raise CheckpointError(
             f"No intact checkpoint in {directory} (step {first}: {reason}); restore it from a "
-            "backup or choose another --model_dir"
+            f"backup or choose {another_directory()}"
         )
     return None
 

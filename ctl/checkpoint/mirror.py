@@ -37,6 +37,7 @@ from typing import Any
 from absl import logging
 
 from ctl.base import cache, durable, stores
+from ctl.base.interactive import another_directory
 from ctl.base.units import time_text
 from ctl.checkpoint import manifest
 from ctl.checkpoint.manifest import Saved
@@ -379,10 +380,10 @@ class Mirror:
 
     def _taken(self, data: bytes) -> CheckpointError:
         if not data:
-            return _Taken(f"{self.url} was deleted meanwhile; choose another --model_dir")
+            return _Taken(f"{self.url} was deleted meanwhile; choose {another_directory()}")
         return _Taken(
-            f"{self.url} is being written by {_name(data)}; stop that one or choose another "
-            "--model_dir"
+            f"{self.url} is being written by {_name(data)}; stop that one or choose "
+            f"{another_directory()}"
         )
 
     def _give_up(self) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from absl import logging
 
 from ctl.base.differences import first_three
+from ctl.base.interactive import in_command
 from ctl.base.models import Models, layers_of
 from ctl.base.names import check_name, numbered
 from ctl.checkpoint import foreign, manifest
@@ -95,7 +96,9 @@ def load_weights(
     known = [*layers, *model] if isinstance(model, Models) else [*layers]
     for part in reinit:
         check_name(
-            "layer of --reinit", part, [n for n in known if n not in layers or layers[n].weights]
+            f"layer of {'--' * in_command()}reinit",
+            part,
+            [n for n in known if n not in layers or layers[n].weights],
         )
     if isinstance(model, Models):
         return Loaded(model, _load_each(model, path, reinit))
@@ -311,9 +314,10 @@ def _read_by_keras(
 
 
 def _misfit(path: Path, what: str) -> UsageError:
+    reinit = "--reinit=LAYER" if in_command() else "reinit=['LAYER']"
     return UsageError(
         f"the weights in {path} do not fit the model: {what}; use the model that they were saved "
-        "from, or give --reinit=LAYER for layers to start anew"
+        f"from, or give {reinit} for layers to start anew"
     )
 
 

@@ -12,6 +12,8 @@ import tensorflow as tf
 
 from ctl.base.names import check_name
 from ctl.base.signals import StopRequested
+from ctl.base.tf_internals import QuietMethod
+from ctl.base.tracebacks import hides_frames
 from ctl.control.eager import without_graphs
 from ctl.control.pace import Pace
 from ctl.data.adapters import as_dataset
@@ -102,6 +104,7 @@ class Evaluator:
             known += [*logged, *(f"{which}/{each}" for which in self.others for each in logged)]
         return known
 
+    @hides_frames
     def trace(self) -> None:
         """Traces the graph that `run` then uses: a mistake is known before the training. Runs
         nothing, but for a batch if a metric makes variables in its first update. With several
@@ -118,6 +121,7 @@ class Evaluator:
         for other in self.others.values():
             other.trace()
 
+    @hides_frames
     def run(
         self,
         on_progress: OnProgress | None = None,
@@ -198,7 +202,7 @@ class Evaluator:
             self._resident = self.dataset.resident(self.strategy)
         return open_batches(self.dataset, self.strategy, again=self._batches is not None)
 
-    @tf.function
+    @QuietMethod
     def _eval_steps(
         self, iterator: Any, resident: Any, steps: tf.Tensor, report: tf.Tensor, version: int
     ) -> tf.Tensor:

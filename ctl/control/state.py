@@ -11,6 +11,7 @@ import tensorflow as tf
 from absl import logging
 
 from ctl.base import durable
+from ctl.base.interactive import another_directory
 from ctl.checkpoint import bundle
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.control import jit
@@ -142,8 +143,8 @@ def _read(saved: Saved, group: str, variables: list[Any]) -> list[tf.Tensor]:
         return bundle.read(saved.prefix, {group: variables})[group]
     except durable.Damaged as damage:
         raise CheckpointError(
-            f"{saved.path} is damaged: {damage}; restore it from a backup or choose another "
-            "--model_dir"
+            f"{saved.path} is damaged: {damage}; restore it from a backup or choose "
+            f"{another_directory()}"
         ) from damage
 
 

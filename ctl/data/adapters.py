@@ -68,6 +68,11 @@ def _why_none(data: Any) -> str:
             f"a {kind} is not a dataset: call it, and give the tf.data.Dataset of global batches; "
             "for a tf.distribute.InputContext, without shard(), since each worker takes its part"
         )
+    if hasattr(data, "to_numpy"):
+        return (
+            f"a {kind} is not a dataset: give its features and its labels, such as "
+            "(data[['age', 'fare']].to_numpy(), data['label'].to_numpy())"
+        )
     parts = data if isinstance(data, tuple) else data.values() if isinstance(data, dict) else ()
     for part in parts:
         if not isinstance(part, tuple | dict | np.ndarray | tf.Tensor):

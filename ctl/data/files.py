@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import types
@@ -20,6 +21,7 @@ from ctl.base.names import (
     CLASSES,
     CLICKS,
     DROP,
+    HOLD_OUT,
     RECORDS,
     TABLES,
     TARS,
@@ -43,7 +45,7 @@ from ctl.data.image_tars import ImageTars
 from ctl.data.in_memory import InMemory
 from ctl.data.load import Splits, in_memory_or_streamed
 from ctl.data.order import are_classes, oversampled
-from ctl.data.sources import Arrays, EncodedImages, ImageFolder
+from ctl.data.sources import Arrays, EncodedImages, ImageFolder, UnlabelledImages
 from ctl.data.streaming import Streaming
 from ctl.data.tables import PARTS, Choice, Table
 from ctl.errors import UsageError
@@ -83,6 +85,7 @@ class Files:
         schema: Mapping[str, Any] | None = None,
         record_schema: str | None = None,
         missing: str | None = None,
+        needs_labels: bool = True,
     ):
         """Reads tables, and looks for images.
 
@@ -99,6 +102,9 @@ class Files:
             missing: what becomes of the values that a table lacks: with ``"mean"``, features have
                 the mean of the training examples, and text no word; with ``"drop"``, the rows are
                 left out. By default, they are refused.
+            needs_labels: False for data to predict for, with the ``schema`` of the training data.
+                They may lack the columns of labels, or values in them, and images the folders of
+                the classes: then all labels are 0, and ``has_labels`` is false.
 
         Raises:
             UsageError: the data are missing, damaged or not suitable.
@@ -108,13 +114,19 @@ class Files:
         self.schema: dict[str, Any] = {"path": str(path), "examples": {}}
         self._columns: list[list[str]] = []
         self._sources: dict[str, Any] = {}
+        self._needs_labels = needs_labels
         if parts := _clicks(path):
             self._sources = {part: clicks.source(of, path.name) for part, of in parts.items()}
             self._info = clicks.info(path.name)
         elif found := _tables(path, record_schema):
-            whole = _part(found, path)
+            whole = next(iter(found.values())) if known["features"] else _part(found, path)
             choice = Choice(*(known[name] for name in Choice._fields))
             if not known["features"]:
+                if not needs_labels:
+                    raise UsageError(
+                        f"{path.name} is a table, and the model was not trained on one: which "
+                        "columns it takes is unknown"
+                    )
                 choice = tables.choose(whole, features, labels, loss_of, missing)
                 if hint := tables.comma_hint(whole, f"{path.name}: "):
                     logging.warning("%s", hint)
@@ -125,17 +137,18 @@ class Files:
             self._set_choice(choice)
             self._info = DatasetInfo(path.name)
             for part, table in found.items():
-                self._sources[part] = _Rows(table, choice, missing, self._is_of_model, loss_of)
+                self._sources[part] = _Rows(
+                    table, choice, missing, self._is_of_model, loss_of, needs_labels
+                )
             self._set_info(choice, loss_of, known)
         else:
             images = _images(path)
             shape = image_shape or known["image_shape"] or _image_shape(path, _part(images, path))
-            first = _source(path.name, _part(images, path), shape, known["classes"])
+            make = functools.partial(_source, shape=shape, needs_labels=needs_labels)
+            first = make(path.name, _part(images, path), classes=known["classes"])
             names = first.info.class_names
             self._sources = {
-                part: first
-                if part == "train"
-                else _source(f"{path.name} {part}", one, shape, names)
+                part: first if part == "train" else make(f"{path.name} {part}", one, classes=names)
                 for part, one in images.items()
             }
             self._info = dataclasses.replace(first.info, name=path.name)
@@ -144,7 +157,7 @@ class Files:
     def _set_info(self, choice: Choice, loss_of: str, known: Mapping[str, Any]) -> None:
         """Sets what the info of a table is, but for what follows from the training examples. A
         column of 0 and 1 for a loss of these has two classes, as text has."""
-        labels = self._sources["train"].labels
+        labels = next(iter(self._sources.values())).labels
         names = choice.classes
         every = [source.labels for source in self._sources.values()]
         if loss_of == BINARY and labels.ndim == 1 and all(map(are_classes, every)):
@@ -163,6 +176,22 @@ class Files:
         """Sets how columns become numbers, and what is said of it."""
         self._choice, self._columns = choice, tables.described(self._whole, choice)
         self.schema |= choice._asdict() | {"columns": self._columns}
+
+    def has_labels(self, split: str) -> bool:
+        """Whether the examples of ``split`` have labels, see ``needs_labels``."""
+        source = self._sources[self._rows(split)[0]]
+        return getattr(source, "has_labels", True)
+
+    def names(self, split: str) -> tuple[str, list[str]]:
+        """What the examples of ``split`` are called, and of each, in their order: the path of an
+        image, in the folder; or the number of a row, from 0, in the file that was read."""
+        part, rows = self._rows(split)
+        source = self._sources[part]
+        if isinstance(source, EncodedImages):
+            return "path", [source.path_of(row) for row in rows.tolist()]
+        if isinstance(source, _Rows) and source.table.taken_from:
+            rows = source.table.taken_from[1][rows]
+        return "row", [*map(str, rows.tolist())]
 
     def evaluation(self, *, whole: bool = False) -> str:
         """What to evaluate on: ``test``, or else ``validation``; or else the last tenth of
@@ -204,10 +233,7 @@ class Files:
             return
         what = f"{common} of the {len(other_rows)} examples of {other} are in {train}, too"
         if not meant:
-            raise UsageError(
-                f"{self._info.name}: {what}: give both --train_split and --eval_split, such as "
-                "train[:80%] and train[80%:]"
-            )
+            raise UsageError(f"{self._info.name}: {what}: give both, such as {HOLD_OUT}")
         logging.warning("%s: %s: their results are too good", self._info.name, what)
 
     def _rows(self, split: str) -> tuple[str, np.ndarray]:
@@ -224,7 +250,7 @@ class Files:
         except (ValueError, KeyError, AssertionError) as error:
             raise UsageError(
                 f"{self._info.name} has no split {split!r:.80}; it has {', '.join(sizes)}, and "
-                "parts of one of them such as train[:80%]"
+                f"parts of one of them: to hold out a fifth, give {HOLD_OUT}"
             ) from error
         count = len(self._sources[part])
         rows = np.arange(count)
@@ -315,7 +341,7 @@ class Files:
 
     def _counts(self, part: str, rows: np.ndarray) -> int | list[int]:
         """The examples of each class; of all, if there are no classes."""
-        if not self._info.class_names:
+        if not self._info.class_names or not self.has_labels(part):
             return len(rows)
         return np.bincount(self._labels(part)[rows], minlength=len(self._info.class_names)).tolist()
 
@@ -324,15 +350,16 @@ class Files:
         lines = _aligned(self._columns)
         examples = self.schema["examples"]
         counts = {split: n if isinstance(n, list) else [n] for split, n in examples.items()}
-        rows = [["class", *counts]] if self._info.class_names else [["", *counts]]
-        names = self._info.class_names[:_MOST_CLASSES]
+        counted = any(isinstance(n, list) for n in examples.values())
+        rows = [["class" if counted else "", *counts]]
+        names = self._info.class_names[:_MOST_CLASSES] if counted else ()
         for number, name in enumerate(names):
             rows.append([tables.plain(name), *(str(n[number]) for n in counts.values())])
-        if left := len(self._info.class_names) - len(names):
+        if counted and (left := len(self._info.class_names) - len(names)):
             rows.append([f"{left} others", *(str(sum(n[len(names) :])) for n in counts.values())])
         rows.append(["all", *(str(sum(n)) for n in counts.values())])
         lines += _aligned(rows)
-        if self._info.class_names and not self._info.num_classes:  # one output
+        if counted and not self._info.num_classes:  # one output
             lines.append(f"  the positive class, label 1, is {tables.plain(names[1])}")
         return lines
 
@@ -342,12 +369,26 @@ class _Rows:
 
     Attributes:
         table: without the rows that are left out.
-        labels: see `ctl.data.tables.labels`; float32 [N] if the loss takes no classes.
+        labels: see `ctl.data.tables.labels`; float32 [N] if the loss takes no classes. Zeros if
+            there are none, and none are needed.
+        has_labels: whether there are.
     """
 
     def __init__(
-        self, table: Table, choice: Choice, missing: str | None, is_other: bool, loss_of: str
+        self,
+        table: Table,
+        choice: Choice,
+        missing: str | None,
+        is_other: bool,
+        loss_of: str,
+        needs_labels: bool,
     ):
+        columns = [table.columns.get(name) for name in choice.labels]
+        self.has_labels = needs_labels or not any(
+            column is None or tables.missing_rows(column).any() for column in columns
+        )
+        if not self.has_labels:
+            choice = choice._replace(labels=())
         names = [name for name in (*choice.features, *choice.labels) if name in table.columns]
         kept = tables.complete(table, names) if missing == DROP else table
         if len(kept) < len(table):
@@ -356,7 +397,9 @@ class _Rows:
                 *(table.name, len(table) - len(kept), len(table)),
             )
         tables.check(kept, choice, not is_other)
-        targets = tables.labels(kept, choice)
+        shape = (len(kept), len(columns)) if len(columns) > 1 else len(kept)
+        kind = np.int64 if choice.classes else np.float32
+        targets = tables.labels(kept, choice) if self.has_labels else np.zeros(shape, kind)
         self.table = kept
         self.labels = targets if loss_of == CLASSES else targets.astype(np.float32)
 
@@ -462,10 +505,16 @@ def _source(
     images: AnyPath | image_tars.Index,
     shape: tuple[int, int, int],
     classes: Sequence[str],
+    needs_labels: bool,
 ) -> EncodedImages:
-    if not isinstance(images, image_tars.Index):
-        return ImageFolder(images, shape, classes or None)
-    return ImageTars(name, images, shape, classes or None)
+    if isinstance(images, image_tars.Index):
+        return ImageTars(name, images, shape, classes or None)
+    if classes and not needs_labels:
+        with index.readable(images):
+            folders, _ = image_files.classes(images)
+        if not folders or folders - {*classes}:
+            return UnlabelledImages(images, shape, classes)
+    return ImageFolder(images, shape, classes or None)
 
 
 def _folders(path: AnyPath) -> dict[str, AnyPath]:

@@ -28,10 +28,11 @@ _WITH_GENERATOR = "ShuffleDatasetV3", "ShuffleAndRepeatDatasetV2", "RandomDatase
 
 # What draws the order of the elements, see `tf_internals.pipeline`.
 _UNSEEDED = {
-    "shuffle": "a shuffle without a seed: a resume cannot repeat its order, and is refused; give "
-    "shuffle(..., seed=), or list_files(..., seed=)",
-    "random": "a random choice without a seed: a resume cannot repeat it, and is refused; give "
-    "sample_from_datasets(..., seed=)",
+    "shuffle": "a shuffle without a seed: no other process can repeat its order, so "
+    "loop.restore() refuses the checkpoints of this run there; start with shuffle(..., seed=1), or "
+    "list_files(..., seed=1)",
+    "random": "a random choice without a seed: no other process can repeat it, so loop.restore() "
+    "refuses the checkpoints of this run there; start with sample_from_datasets(..., seed=1)",
 }
 
 

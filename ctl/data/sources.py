@@ -361,6 +361,7 @@ class EncodedImages:
     """
 
     _map: Callable[..., Any] = staticmethod(map)  # calls `encoded`
+    has_labels = True
 
     def __init__(
         self,
@@ -389,6 +390,10 @@ class EncodedImages:
     def where(self, index: int) -> str:
         """See `Source`."""
         raise NotImplementedError
+
+    def path_of(self, index: int) -> str:
+        """The path of an image in what was read."""
+        return os.fsdecode(self._names[index])
 
     def encoded(self, index: int) -> bytes:
         """The bytes of an image. Raises `OSError` if they cannot be read."""
@@ -553,6 +558,10 @@ class ImageFolder(EncodedImages):
         """See `Source`."""
         return str(self._path(index))
 
+    def path_of(self, index: int) -> str:
+        """See `EncodedImages`."""
+        return f"{self.info.class_names[self._labels[index]]}/{super().path_of(index)}"
+
     def encoded(self, index: int) -> bytes:
         """See `EncodedImages`."""
         if isinstance(self._folder, StorePath):
@@ -560,6 +569,48 @@ class ImageFolder(EncodedImages):
         # `Path` would take three times as long.
         with open(self._folders[self._labels[index]] + self._names[index], "rb", 0) as file:
             return file.read()
+
+
+class UnlabelledImages(EncodedImages):
+    """The images of a folder, and of the folders in it, to predict for: all labels are 0.
+
+    Args:
+        folder: of the images.
+        image_shape: [H, W, C]; images of other sizes are resized.
+        classes: of the model.
+
+    Raises:
+        UsageError: the folder is missing or has no images.
+    """
+
+    has_labels = False
+
+    def __init__(self, folder: PathLike, image_shape: tuple[int, int, int], classes: Sequence[str]):
+        self._folder = located(folder)
+        self._map = map_of(self._folder)
+        with index.readable(folder):
+            names, left_out = image_files.images(self._folder)
+            folders = sorted(image_files.classes(self._folder)[0])
+            left_out = [name for name in left_out if name.rstrip("/") not in folders]
+            for inner in folders:
+                found, others = image_files.images(self._folder / inner)
+                names += [f"{inner}/{name}" for name in found]
+                left_out += [f"{inner}/{name}" for name in others]
+        if left_out:
+            logging.warning("%s: left out %s", folder, image_files.left_out(left_out))
+        if not names:
+            raise UsageError(f"{folder} has no images: files {', '.join(image_files.ENDS)}")
+        encoded = np.array([os.fsencode(name) for name in names])
+        labels = np.zeros(len(names), np.int64)
+        super().__init__(self._folder.name, encoded, labels, image_shape, classes)
+
+    def where(self, index: int) -> str:
+        """See `Source`."""
+        return str(self._folder / self.path_of(index))
+
+    def encoded(self, index: int) -> bytes:
+        """See `EncodedImages`."""
+        return (self._folder / self.path_of(index)).read_bytes()
 
 
 def check_image_shape(shape: Sequence[int]) -> None:

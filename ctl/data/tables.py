@@ -587,13 +587,14 @@ def choose(
                 raise UsageError(
                     f"--{what}: {table.name} has no column {quoted(name)}; it has {listed(columns)}"
                 )
+    is_last = labels is None
     if labels is None:
         used = {*(features or ())}
         free = [name for name in columns if name not in used]
         named = [name for name in free if name.lower() in LABELS]
         if not free:
             raise UsageError(f"{table.name} has no column for labels: name fewer with --features")
-        labels = named[:1] or free[-1:]
+        labels, is_last = named[:1] or free[-1:], not named
     if features is None:
         others = [name for name in columns if name not in labels]
         features = [name for name in others if columns[name].dtype != object]
@@ -612,6 +613,8 @@ def choose(
     if both := {*features} & {*labels}:
         raise UsageError(f"{table.name}: {quoted(min(both))} is in --features and in --labels")
     table = complete(table, [*features, *labels]) if missing == DROP else table
+    if is_last:
+        _check_labels(table, labels[0], " (the last column, since --labels names none)")
     _check_words(table, features)
     chosen = fitted(table, Choice(tuple(features), tuple(labels)), missing)
     is_text = any(columns[name].dtype == object for name in labels)
@@ -716,9 +719,11 @@ def check(table: Table, choice: Choice, chosen_for_it: bool = True) -> None:
     """
     for name in (*choice.features, *choice.labels):
         if name not in table.columns:
+            of_labels = name in choice.labels and not chosen_for_it
+            remedy = "; to predict without labels, give ctl.evaluate --predictions=FILE.csv"
             raise UsageError(
                 f"{table.name} has no column {quoted(name)}, which the training data have; it has "
-                f"{listed(table.columns)}"
+                f"{listed(table.columns)}{remedy if of_labels else ''}"
             )
     for name in choice.features:
         column = table.columns[name]
@@ -920,21 +925,24 @@ def _check_filled(table: Table, choice: Choice, chosen_for_it: bool) -> None:
         remedy = f"add {mean}, or {remedy.removeprefix('add ')}"
     if chosen_for_it and (whole := _flag(name for name in choice.features if name not in lacking)):
         remedy += f", or leave {'them' if said else 'it'} out{whole}"
-    raise UsageError(_no_value(table, next(iter(lacking)), also, remedy))
+    first = next(iter(lacking))
+    raise UsageError(_no_value(table, quoted(first), first, also, remedy))
 
 
-def _check_labels(table: Table, name: str) -> None:
-    """Refuses labels that are missing, infinite or too large."""
+def _check_labels(table: Table, name: str, why: str = "") -> None:
+    """Refuses labels that are missing, infinite or too large. ``why`` says why this column has the
+    labels."""
     if missing_rows(table.columns[name]).any():
-        remedy = "fill them, or add --missing=drop, which leaves these rows out"
-        raise UsageError(_no_value(table, name, "", remedy))
+        other = "name another column with --labels, " if why else ""
+        remedy = f"{other}fill them, or add --missing=drop, which leaves these rows out"
+        raise UsageError(_no_value(table, f"the label {quoted(name)}{why}", name, "", remedy))
     _check_size(table, name)
 
 
-def _no_value(table: Table, name: str, also: str, remedy: str) -> str:
+def _no_value(table: Table, what: str, name: str, also: str, remedy: str) -> str:
     rows = np.flatnonzero(missing_rows(table.columns[name]))
     return (
-        f"{table.where(rows[0])}: {quoted(name)} has no value, as in {len(rows)} of {len(table)} "
+        f"{table.where(rows[0])}: {what} has no value, as in {len(rows)} of {len(table)} "
         f"rows{also}: {remedy}"
     )
 

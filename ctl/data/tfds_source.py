@@ -29,6 +29,7 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
+from ctl.base.names import HOLD_OUT
 from ctl.base.remote import AnyPath, PathLike, StorePath, located, map_of
 from ctl.data.dataset import DatasetInfo, distribution_options
 from ctl.data.index import readable
@@ -323,7 +324,7 @@ def _shards(builder: tfds.core.DatasetBuilder, split: str) -> list[Any]:
     except (ValueError, KeyError, AssertionError) as error:
         raise UsageError(
             f"{info.full_name} has no split {split!r}; it has {', '.join(info.splits)}, and parts "
-            "of them such as train[:80%]"
+            f"of them: to hold out a fifth, give {HOLD_OUT}"
         ) from error
     shards = found.file_instructions
     if not shards:

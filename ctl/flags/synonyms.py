@@ -6,6 +6,8 @@ import fnmatch
 import re
 from collections.abc import Collection
 
+from ctl.base.names import HOLD_OUT
+
 # What to write here, and the names, which may be patterns, that Keras, Lightning, Transformers,
 # timm and the scripts of papers have for it. The first that matches counts.
 SYNONYMS = {
@@ -50,6 +52,7 @@ SYNONYMS = {
         "validation_steps_interval check_val_every_n_epoch eval_every eval_steps eval_interval "
         "eval_freq* eval_strategy evaluation_strategy"
     ),
+    f"{HOLD_OUT}, for any share": "validation_split val_split test_split test_size val_ratio",
     "--eval_split for the data, --evaluate_every for how often": "val val_* validation* test_*",
     "--checkpoint_every": (
         "save_every* save_steps save_interval save_freq* checkpoint_interval checkpoint_freq* "

@@ -17,10 +17,10 @@ import tensorflow as tf
 
 from ctl.base import svg
 from ctl.base.svg import escape
-from ctl.data.dataset import Dataset, on_replica
-from ctl.data.feed import open_batches, waiting_for
+from ctl.data.dataset import Dataset
 from ctl.distributed import local_batch
 from ctl.errors import UsageError
+from ctl.inspect.predictions import of_batches
 from ctl.inspect.show.document import STYLE, document, html_table
 from ctl.phases.base_step import BaseStep
 
@@ -125,16 +125,6 @@ def collect(
     Raises:
         UsageError: labels are not integers [n], or outputs are not [n, classes].
     """
-    resident = dataset.resident(strategy)
-    iterator = open_batches(dataset, strategy)
-
-    @tf.function
-    def batch_of(iterator: Any, resident: Any) -> Any:
-        return strategy.run(of_replica, args=(next(iterator), resident))
-
-    def of_replica(element: Any, resident: Any) -> Any:
-        with waiting_for(element):
-            return examples_of(on_replica(dataset, element, resident))
 
     def examples_of(batch: Any) -> Any:
         computed, _ = local_batch.pad_empty(batch)
@@ -157,17 +147,8 @@ def collect(
 
     confusion: np.ndarray | None = None
     kept: list[tuple[Any, ...]] = []  # rank, number, values, features
-    size, first = dataset.num_examples, 0
-    while size is None or first < size:
-        try:
-            with local_batch.translate_graph_checks():
-                parts = batch_of(iterator, resident)
-        except tf.errors.OutOfRangeError:
-            break
-        columns = [
-            np.concatenate([part.numpy() for part in strategy.experimental_local_results(column)])
-            for column in parts
-        ]
+    first = 0
+    for columns in of_batches(dataset, strategy, examples_of):
         labels, predicted, probabilities, losses, counted, features = columns
         if confusion is None:
             classes = _classes(step, dataset, int(max(labels.max(), predicted.max())) + 1)

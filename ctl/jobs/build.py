@@ -165,7 +165,10 @@ def _data_dir(flags: FlagValues) -> str | StorePath | None:
 
 
 def open_files(
-    flags: FlagValues, path: str | None = None, found: Mapping[str, Any] | None = None
+    flags: FlagValues,
+    path: str | None = None,
+    found: Mapping[str, Any] | None = None,
+    needs_labels: bool = True,
 ) -> Files:
     """Opens the file or the folder that ``--dataset`` names, or ``path``.
 
@@ -173,6 +176,7 @@ def open_files(
         flags: of a command.
         path: of other data.
         found: what the training data of the model hold, if these are others.
+        needs_labels: see `ctl.data.Files`.
     """
     from ctl import data
 
@@ -185,6 +189,7 @@ def open_files(
         schema=found,
         record_schema=flags.record_schema,
         missing=flags.missing,
+        needs_labels=needs_labels,
     )
 
 
@@ -257,22 +262,24 @@ def _place(flags: FlagValues) -> Placement:
     return placement
 
 
-def load_evaluation_data(flags: FlagValues, found: Mapping[str, Any]) -> Dataset:
+def load_evaluation_data(
+    flags: FlagValues, found: Mapping[str, Any], needs_labels: bool = True
+) -> tuple[Dataset, Files | None]:
     """Loads the data to evaluate on that the ``flags`` of `ctl.evaluate` describe.
 
     ``found`` is what the training data of the run hold. Of other files, all is evaluated, unless
-    they have a part for it.
+    they have a part for it. Returns the data, and of files, what they are a split of.
     """
     if is_function_name(flags.dataset):
-        return _own_data(flags)[1]
+        return _own_data(flags)[1], None
     if not is_path(flags.dataset):
-        return load_data(flags, flags.eval_split, training=False)
-    files = open_files(flags, found=found)
+        return load_data(flags, flags.eval_split, training=False), None
+    files = open_files(flags, found=found, needs_labels=needs_labels)
     others = bool(found) and found.get("path") != flags.dataset
     split = flags.eval_split or files.evaluation(whole=others)
     dataset = load_data(flags, split, training=False, files=files)
     _show(files)
-    return dataset
+    return dataset, files
 
 
 def load_data(

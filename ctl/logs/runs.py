@@ -100,7 +100,15 @@ class Run:
 
     def curves(self, name: str, number: int = 0) -> list[Curve]:
         """The scalar ``name`` of training and evaluations, for a chart; ``number``: of this run."""
-        return [Curve(self.curve(p, name), p == "eval", number) for p in ("train", "eval")]
+        return [
+            Curve(self.curve(phase, name), phase == "eval", number, self._gaps(phase, name))
+            for phase in ("train", "eval")
+        ]
+
+    def _gaps(self, phase: str, name: str) -> list[int]:
+        """The steps whose scalar ``name`` is not finite."""
+        steps = self.records.get(phase, {})
+        return [step for step, v in steps.items() if not math.isfinite(v.get(name, 0.0))]
 
     def results(self) -> dict[str, Best]:
         """The results of evaluations by ``phase name``, such as ``eval accuracy``."""

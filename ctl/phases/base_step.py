@@ -23,7 +23,9 @@ from ctl.phases import labels, losses, options, sample_weights
 from ctl.phases.checks import (
     check_kind,
     check_loss_and_metrics,
+    check_probabilities,
     check_results,
+    naming_keys,
     refuses_summaries,
     replaces_loss,
 )
@@ -84,9 +86,10 @@ class BaseStep(AutographMethods):
         model = as_model(model)
         check_kind(model)
         self.loss_fn: Callable[..., Any] = losses.per_example(loss_fn, model)
-        logits = losses.takes_logits(self.loss_fn)
-        metrics = from_names(metrics, logits)
-        weighted_metrics = from_names(weighted_metrics, logits)
+        logits = losses.takes_logits(self.loss_fn) and losses.gives_logits(model) is not False
+        one_hot = losses.is_one_hot(self.loss_fn)
+        metrics = from_names(metrics, logits, one_hot)
+        weighted_metrics = from_names(weighted_metrics, logits, one_hot)
         check_loss_and_metrics(
             None if self.overrides("loss") else self.loss_fn,
             metrics=metrics,
@@ -394,6 +397,8 @@ class BaseStep(AutographMethods):
         """
         if self.training and step is None:
             labels.warn_of_not_finite(dataset)
+        if step is None:
+            check_probabilities(self)
         if self.class_weight:
             labels.check_weighted_classes(dataset, step)
         if replaces_loss(self):
@@ -405,6 +410,7 @@ class BaseStep(AutographMethods):
             labels.check_features(self.model, dataset)
             labels.check_ids(self.model, dataset, step)
         if labels.takes_classes(loss_fn):
+            labels.check_several_outputs(self.model)
             labels.check_labels(labels.CROSS_ENTROPY, self.model, dataset, step)
         if labels.takes_binary(loss_fn):
             labels.check_labels(labels.BINARY, self.model, dataset, step)
@@ -544,7 +550,7 @@ class EvalStep(BaseStep):
         """Updates the metrics. Returns float32 [2]: sum of the losses, number of valid examples."""
         computed, empty = local_batch.pad_empty(batch)
         counted = self.tracked.counted_unless(empty, *self.logged.variables)
-        with counted, gather_context(1, empty), refuses_summaries(self):
+        with counted, gather_context(1, empty), refuses_summaries(self), naming_keys(computed):
             losses = self.loss(computed)
         loss, outputs = self.sum_of(losses, computed)
         loss, outputs = local_batch.mask_empty(empty, tf.reduce_sum(loss), outputs)

@@ -14,12 +14,16 @@ import keras
 import tensorflow as tf
 from absl import logging
 
+from ctl.base import tf_internals
+from ctl.base.models import layers_of
+from ctl.base.tracebacks import Said, is_of_the_user
 from ctl.distributed import local_batch, replicas
 from ctl.distributed.replica_variables import ReplicaVariables
 from ctl.errors import CtlError, UsageError
 from ctl.phases import losses
-from ctl.phases.labels import batch_spec
+from ctl.phases.labels import CROSS_ENTROPY, batch_spec, check_outputs
 from ctl.phases.logged import Logged
+from ctl.phases.metrics import check_given, takes_logits
 from ctl.phases.penalties import codes, names
 from ctl.phases.seeds import Seeds
 from ctl.phases.tracked_state import TrackedState, has_state
@@ -188,6 +192,44 @@ def replaces_loss(step: Any) -> bool:
     return step.overrides("loss") or any(calls.isdisjoint(names_in(method)) for method in own)
 
 
+def warn_of_float16(step: Any) -> None:
+    """Warns of a model that computes in float16, without a scale of the loss."""
+    narrow = [
+        one for one in layers_of(step.model) if getattr(one, "compute_dtype", "") == "float16"
+    ]
+    if narrow and not step.loss_scale:
+        logging.warning(
+            "model %s computes in float16, in which small gradients are 0: give "
+            "%s(loss_scale=True), or keras.mixed_precision.set_dtype_policy('mixed_bfloat16')",
+            *(step.model.name, type(step).__name__),
+        )
+
+
+def check_probabilities(step: Any) -> None:
+    """Refuses metrics of probabilities that get logits, and the reverse, see `ctl.phases.metrics`.
+    Warns of them where code of the user's own may update them with something else."""
+    own = replaces_loss(step) or step.overrides("update_metrics")
+    if not own:
+        known = step.training or losses.gives_logits(step.model) is not None
+        check_given(step.given_metrics, step.loss_fn if known else None, step.model)
+    for metric in step.all_metrics() if own else step.tracked.metrics:
+        logits = losses.gives_logits(step.model) and takes_logits(metric) is False
+        if logits and not _names_activation(type(step)):
+            logging.warning(
+                "metric %s takes probabilities, and model %s ends in logits: update it with "
+                "keras.ops.sigmoid(outputs), or softmax",
+                *(metric.name, step.model.name),
+            )
+
+
+def _names_activation(kind: type) -> bool:
+    """Whether a method of the user's in the class ``kind`` names sigmoid or softmax."""
+    of_user = (base for base in kind.__mro__ if not base.__module__.startswith("ctl."))
+    functions = [f for base in of_user for f in vars(base).values() if callable(f)]
+    words = {name for function in functions for name in names_in(function)}
+    return any("sigmoid" in word or "softmax" in word for word in words)
+
+
 # Methods by which other tools train; of a keras.Model, the first two.
 _OF_OTHERS = (
     *("train_step", "compute_loss", "test_step"),
@@ -352,6 +394,20 @@ def refuses_summaries(step: Any) -> Iterator[None]:
             )
 
 
+@contextlib.contextmanager
+def naming_keys(batch: Any) -> Iterator[None]:
+    """Adds to a `KeyError` inside the keys that ``batch``, a dict or a nest with dicts, has."""
+    try:
+        yield
+    except KeyError as error:
+        found = [batch, *batch] if isinstance(batch, tuple | list) else [batch]
+        keys = [repr(key) for one in found if isinstance(one, Mapping) for key in one]
+        if keys and (key := tf_internals.key_of(error)) not in keys:
+            said = Said(f"{key} (the batch has the keys {', '.join(keys)})")
+            tf_internals.set_message(error, said)
+        raise
+
+
 def fits_default_evaluation(kind: type) -> bool:
     """Whether `ctl.EvalStep` evaluates what a step of the class ``kind`` trains: its `loss` uses
     ``loss_fn``, or that of a base class, as far as its code says; or it names an ``eval_step``."""
@@ -390,6 +446,10 @@ def _warn_of_another_loss(step: Any, evaluation: Any) -> None:
     alike = losses.takes_logits(trained) and trained is not losses.binary_cross_entropy
     own = replaces_loss(step) or evaluation.overrides("loss")
     if evaluation.loss_fn is losses.cross_entropy and not alike and not own:
+        try:
+            check_outputs(CROSS_ENTROPY, evaluation.model)
+        except UsageError:  # the evaluator has said so
+            return
         name = getattr(trained, "name", None) or getattr(trained, "__name__", "another function")
         logging.warning(
             "the loss of the evaluation is cross_entropy, that of the training is %s: unless this "
@@ -405,6 +465,15 @@ def _advice(step: Any) -> str:
         f"set {kind}.eval_step to a subclass of ctl.EvalStep with this loss(), or to ctl.EvalStep "
         "if that is meant"
     )
+
+
+def _line_of(*methods: Any) -> str:
+    """Where the first of ``methods`` that is of the user's is defined, for a message."""
+    codes = (getattr(inspect.unwrap(method), "__code__", None) for method in methods)
+    for code in codes:
+        if code and is_of_the_user(code.co_filename):
+            return f" ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})"
+    return ""
 
 
 def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
@@ -431,10 +500,11 @@ def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
     train_class, eval_class = type(step), type(evaluator.step)
     if train_class.preprocess is not eval_class.preprocess:
         logging.warning(
-            "%s.preprocess is not %s.preprocess, so the model is evaluated on other inputs than it "
-            "trains on: unless this is meant, define it in a class that both inherit, and set "
+            "%s.preprocess is not %s.preprocess%s, so the model is evaluated on other inputs than "
+            "it trains on: unless this is meant, define it in a class that both inherit, and set "
             "%s.eval_step",
-            *(train_class.__name__, eval_class.__name__, train_class.__name__),
+            *(train_class.__name__, eval_class.__name__),
+            *(_line_of(train_class.preprocess, eval_class.preprocess), train_class.__name__),
         )
     spec = batch_spec(dataset)
     features = spec[0] if local_batch.has_parts(spec) else None
@@ -445,9 +515,10 @@ def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
     if are_images and unscaled[0] != unscaled[1]:
         logging.warning(
             "only one of %s.loss() and %s.loss() calls self.preprocess(), which scales 0 to 255 "
-            "to 0 to 1: unless the other does it itself, the model is evaluated on other inputs "
+            "to 0 to 1%s: unless the other does it itself, the model is evaluated on other inputs "
             "than it trains on",
             *(train_class.__name__, eval_class.__name__),
+            _line_of(train_class.loss, eval_class.loss),
         )
     for data in evaluator.datasets:
         names, eval_names = (getattr(d.info, "class_names", ()) for d in (dataset, data))

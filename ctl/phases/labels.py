@@ -31,12 +31,8 @@ def check_outputs(loss: str, model: keras.Model, classes: Iterable[int] = ()) ->
     shape: Any = getattr(model, "output_shape", None)
     if type(shape) is not tuple or not model.layers:
         return
-    if loss == CROSS_ENTROPY and shape[-1] == 1:
-        raise UsageError(
-            f"model {model.name} has 1 output, whose softmax is always 1: the cross_entropy would "
-            "be 0 and train nothing; use one output for each class, --loss=binary_cross_entropy "
-            "for two classes, or --loss=mean_squared_error for numbers (loss_fn= in Python)"
-        )
+    if loss == CROSS_ENTROPY:
+        check_several_outputs(model)
     most = max(classes, default=0)
     if len(shape) == 2 and shape[1] and most >= max(shape[1], 2):
         raise UsageError(
@@ -49,6 +45,18 @@ def check_outputs(loss: str, model: keras.Model, classes: Iterable[int] = ()) ->
             f"model {model.name} ends in a {activation} (layer {last.name}), and {loss} takes "
             "logits, to which it applies that itself: leave the activation out, or give a loss for "
             "probabilities (to ctl.EvalStep, too)"
+        )
+
+
+def check_several_outputs(model: keras.Model) -> None:
+    """Raises `UsageError` if a functional or sequential ``model`` has one output, for a cross
+    entropy of classes."""
+    shape: Any = getattr(model, "output_shape", None)
+    if type(shape) is tuple and shape[-1] == 1:
+        raise UsageError(
+            f"model {model.name} has 1 output, whose softmax is always 1: a cross entropy of "
+            "classes would train nothing; for two classes, give --loss=binary_crossentropy, or "
+            "the model 2 outputs; for numbers, --loss=mean_squared_error (loss_fn= in Python)"
         )
 
 

@@ -81,6 +81,8 @@ _CROSS_ENTROPIES = (
     keras.losses.sparse_categorical_crossentropy,
 )
 
+_SPARSE = ("sparse_categorical_crossentropy", "sparsecategoricalcrossentropy")
+
 
 def per_example(loss_fn: Any, model: Any = None) -> Any:
     """Returns ``loss_fn`` as a function that gives the loss of each example.
@@ -144,6 +146,21 @@ def takes_logits(loss_fn: Any) -> bool | None:
     if function in _CROSS_ENTROPIES:
         return getattr(loss_fn, "keywords", {}).get("from_logits", False)
     return None
+
+
+def is_one_hot(loss_fn: Any) -> bool:
+    """Whether a cross entropy of ctl or Keras takes one-hot labels, [n, classes], for a softmax."""
+    return _name_of(loss_fn).startswith("categorical")
+
+
+def is_sparse(loss_fn: Any) -> bool:
+    """Whether a cross entropy of ctl or Keras takes labels that are classes, [n]."""
+    return _name_of(loss_fn) in ("cross_entropy", *_SPARSE)
+
+
+def _name_of(loss_fn: Any) -> str:
+    function = getattr(loss_fn, "func", loss_fn)  # of a `functools.partial`
+    return getattr(function, "__name__", type(function).__name__).lower()
 
 
 def gives_logits(model: Any) -> bool | None:

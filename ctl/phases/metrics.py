@@ -11,6 +11,7 @@ import keras
 
 from ctl.base.autograph import with_autograph
 from ctl.errors import UsageError
+from ctl.phases import losses
 
 ACCURACY = ("accuracy", "acc")  # for which Keras looks at the shapes
 
@@ -34,19 +35,20 @@ def _matches(labels: Any, outputs: Any, threshold: float) -> Any:
     return keras.metrics.categorical_accuracy(labels, outputs)
 
 
-def from_names(metrics: Any, logits: bool | None) -> Any:
+def from_names(metrics: Any, logits: bool | None, one_hot: bool) -> Any:
     """Returns a list of metrics in which those that are names are made. Call it inside
-    ``strategy.scope()``. What is no list or tuple is returned as it is. For ``logits``, see
+    ``strategy.scope()``. What is no list or tuple is returned as it is. For the others, see
     `from_name`."""
     if isinstance(metrics, str) or not isinstance(metrics, Sequence):
         return metrics
-    return [from_name(one, logits) if isinstance(one, str) else one for one in metrics]
+    return [from_name(one, logits, one_hot) if isinstance(one, str) else one for one in metrics]
 
 
-def from_name(name: str, logits: bool | None = None) -> keras.metrics.Metric:
+def from_name(name: str, logits: bool | None = None, one_hot: bool = False) -> keras.metrics.Metric:
     """Makes a metric, which is called ``name``: one that `keras.metrics.get` knows, or of
     `ACCURACY`. ``logits`` says whether the loss is a cross entropy of logits; then the metrics take
-    them, too.
+    them, too. ``one_hot`` says whether its labels are one-hot: it applies a softmax, and some of
+    the metrics a sigmoid.
 
     Raises:
         UsageError: Keras has no such metric, or it needs arguments or probabilities.
@@ -69,13 +71,15 @@ def from_name(name: str, logits: bool | None = None) -> keras.metrics.Metric:
     if not isinstance(found, keras.metrics.Metric):
         return keras.metrics.MeanMetricWrapper(found, name=name)
     kind = type(found)
-    if logits and isinstance(found, keras.metrics.FBetaScore):
+    arguments = _of_logits(kind) if logits else {}
+    of_sigmoid = arguments and one_hot and not kind.__name__.endswith("Crossentropy")
+    if of_sigmoid or (logits and isinstance(found, keras.metrics.FBetaScore)):
         raise UsageError(
             f"metric {name} of Keras takes probabilities, and the loss has logits: give an object "
             "that applies sigmoid or softmax (--metrics=package.module:function, which makes it)"
         )
     # Keras would number the second of some classes: auc_1.
-    return kind(name=name, **(_of_logits(kind) if logits else {}))
+    return kind(name=name, **arguments)
 
 
 def _of_logits(kind: type[keras.metrics.Metric]) -> dict[str, Any]:
@@ -85,6 +89,78 @@ def _of_logits(kind: type[keras.metrics.Metric]) -> dict[str, Any]:
     if issubclass(kind, _COUNTS):
         return {"thresholds": 0.0}  # of the probability 1/2
     return {"threshold": 0.0} if issubclass(kind, _THRESHOLD) else {}
+
+
+def takes_logits(metric: keras.metrics.Metric) -> bool | None:
+    """Whether ``metric``, of a class of Keras, takes logits (True) or probabilities (False): by its
+    ``from_logits`` or, if it has a threshold by default, one of 1/2. None for all others, such as
+    those whose thresholds were given, which may be meant for any outputs."""
+    kind = type(metric)
+    of_keras = kind.__module__.startswith("keras.")
+    if not of_keras or kind is keras.metrics.MeanMetricWrapper:  # whose config warns of a lambda
+        return None
+    config = metric.get_config()
+    if "from_logits" in config:
+        return True if config["from_logits"] else None if "thresholds" in config else False
+    if issubclass(kind, _OF_PROBABILITIES):
+        return False
+    if issubclass(kind, _COUNTS):
+        return False if config["thresholds"] is None and config.get("top_k") is None else None
+    return False if config.get("threshold") == 0.5 else None
+
+
+def check_given(metrics: Sequence[keras.metrics.Metric], loss_fn: Any, model: Any) -> None:
+    """Raises `UsageError` if one of ``metrics`` takes probabilities and gets logits, or takes
+    logits and gets probabilities: its number would be wrong, in silence.
+
+    Args:
+        metrics: of any classes; see `takes_logits` for which of them are checked.
+        loss_fn: decides by ``from_logits`` what ``model`` gives, unless its last layer does. None
+            for a loss that does not say so.
+        model: any model; what it gives need not be known.
+    """
+    gives, takes = losses.gives_logits(model), losses.takes_logits(loss_fn)
+    shape: Any = getattr(model, "output_shape", None)
+    for metric in metrics:
+        kind, wanted = type(metric).__name__, takes_logits(metric)
+        of_largest = kind in ("F1Score", "FBetaScore") and metric.get_config()["threshold"] is None
+        if of_largest and type(shape) is tuple and shape[1:] == (1,):
+            raise UsageError(
+                f"metric {metric.name} has no threshold, so it takes the largest output for true, "
+                f"and model {model.name} has 1 output: give {kind}(threshold=0.5)"
+            )
+        if wanted and gives is False:
+            raise UsageError(
+                f"metric {metric.name} takes logits (from_logits=True), and model {model.name} "
+                f"ends in a {losses.last_of(model)[1].__name__}: give {kind}() without from_logits"
+            )
+        if wanted is False and takes and gives is not False and _has_shape(metric, loss_fn):
+            raise UsageError(
+                f"metric {metric.name} takes probabilities, and model {model.name} gives logits, "
+                f"as the loss takes them: give {_for_logits(metric, loss_fn)}"
+            )
+
+
+def _has_shape(metric: keras.metrics.Metric, loss_fn: Any) -> bool:
+    """Whether ``metric`` takes labels of the kind of ``loss_fn``. Others have an error that says
+    so, see `update_metric`."""
+    return losses.is_sparse(loss_fn) == isinstance(
+        metric, keras.metrics.SparseCategoricalCrossentropy
+    )
+
+
+def _for_logits(metric: keras.metrics.Metric, loss_fn: Any) -> str:
+    """What to give instead of ``metric``, which takes probabilities."""
+    kind, one_hot = type(metric), losses.is_one_hot(loss_fn)
+    if kind.__name__.endswith("Crossentropy"):
+        return f"{kind.__name__}(from_logits=True)"
+    for argument, value in ({} if one_hot else _of_logits(kind)).items():
+        return f"{kind.__name__}({argument}={value!r})"
+    applied = "softmax" if one_hot else "sigmoid"
+    return (
+        f"a subclass of {kind.__name__} whose update_state(labels, outputs, sample_weight=None) "
+        f"calls super().update_state(labels, keras.ops.{applied}(outputs), sample_weight)"
+    )
 
 
 def makes_variables_late(metric: keras.metrics.Metric) -> bool:
@@ -116,4 +192,9 @@ _COUNTS = (
     *(keras.metrics.Precision, keras.metrics.Recall),
     *(keras.metrics.TruePositives, keras.metrics.TrueNegatives),
     *(keras.metrics.FalsePositives, keras.metrics.FalseNegatives),
+)
+_OF_PROBABILITIES = (  # with thresholds in [0, 1], or a logarithm
+    *(keras.metrics.SensitivityAtSpecificity, keras.metrics.SpecificityAtSensitivity),
+    *(keras.metrics.PrecisionAtRecall, keras.metrics.RecallAtPrecision),
+    keras.metrics.KLDivergence,
 )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
+from ctl.base.foreign_names import refuse_argument_of_step
 from ctl.base.names import OPTIMIZER_FLAGS
 from ctl.errors import UsageError
 
@@ -131,12 +132,13 @@ def take(step: Any, given: dict[str, Any]) -> None:
 
     Raises:
         TypeError: ``given`` has a name that is not an option of the step.
-        UsageError: an option does not allow its value.
+        UsageError: so it is, and Keras or a loop has it; or an option does not allow its value.
     """
     for name, declared in options(type(step)).items():
         value = given.pop(name) if name in given else flags.FLAGS[name].value
         setattr(step, name, declared.checked(name, value))
     for name in given:
+        refuse_argument_of_step(type(step).__name__, name)
         raise TypeError(f"{type(step).__name__}() got an unexpected keyword argument {name!r}")
 
 

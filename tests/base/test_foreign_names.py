@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+
+import keras
 import pytest
 from helpers import make_loop
 
 import ctl
-from ctl.base.foreign_names import ARGUMENTS, METHODS
+from ctl.base.foreign_names import ARGUMENTS, METHODS, OF_STEPS
 from ctl.errors import UsageError
 
 
@@ -34,8 +38,23 @@ def test_a_method(loop, name):
     assert str(error.value) == f"'Loop' object has no attribute {name!r}: {METHODS[name]}"
 
 
+@pytest.mark.parametrize("name", [*OF_STEPS, "callbacks", "validation_data", "batch_size"])
+def test_an_argument_of_a_step(name):
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(2)])
+    for step in (ctl.TrainStep, ctl.EvalStep):
+        with pytest.raises(UsageError) as error:
+            step(model, **{name: 3})
+        assert str(error.value).startswith(f"{step.__name__} has no argument {name}: ")
+    known = inspect.signature(ctl.TrainStep).parameters.keys()
+    assert {*re.findall(r"call it (\w+)", str(error.value))} <= known
+
+
 def test_other_names_are_python_s(loop):
     with pytest.raises(TypeError, match=r"train\(\) got an unexpected keyword argument 'spam'$"):
         loop.train(1, spam=2)
     with pytest.raises(AttributeError, match="'Loop' object has no attribute 'spam'$"):
         loop.spam  # noqa: B018
+    with pytest.raises(
+        TypeError, match=r"TrainStep\(\) got an unexpected keyword argument 'spam'$"
+    ):
+        ctl.TrainStep(keras.Sequential([keras.Input([2]), keras.layers.Dense(2)]), spam=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl import Loop, TrainStep, UsageError
+from ctl import EvalStep, Evaluator, Loop, TrainStep, UsageError
 from ctl.base import tracebacks
+from ctl.data import InMemory
 
 
 class Head(keras.layers.Layer):
@@ -105,6 +107,52 @@ def test_the_line_of_the_user_is_the_last(case, how, mirrored):
     assert error.args or isinstance(error, tf.errors.OpError)
     text = tracebacks.text_of(tracebacks.of_the_user(error))
     assert line in text and "raise shown" not in text
+
+
+class OfKeys(TrainStep):
+    def loss(self, batch):
+        outputs = self.model(batch["imge"])  # in loss, a key
+        return tf.reduce_sum(outputs, axis=1)
+
+
+class OfKeysEvaluated(EvalStep):
+    loss = OfKeys.loss
+
+
+class OfAnotherDict(TrainStep):
+    def loss(self, batch):
+        return {"a": 1}["image"] * batch["label"]  # in loss, of another dict
+
+
+def model_of_keys():
+    return keras.Sequential([keras.Input([6]), keras.layers.Dense(2)])
+
+
+KEYS = {"image": np.ones([12, 6], np.float32), "label": np.zeros([12], np.float32)}
+
+
+@pytest.mark.parametrize("how", ["graph", "two replicas", "eager", "evaluation"])
+def test_a_key_that_a_batch_does_not_have_is_named_beside_those_that_it_has(how, mirrored):
+    strategy = mirrored(2 if how == "two replicas" else 1)
+    with strategy.scope():
+        step = OfKeys(model_of_keys(), "sgd")
+    if how == "evaluation":
+        data = InMemory(KEYS, global_batch_size=4, training=False)
+        run = Evaluator(OfKeysEvaluated(model_of_keys()), data).run
+    else:
+        loop = Loop(step, KEYS, global_batch_size=4, strategy=strategy)
+        run = functools.partial(loop.train, 1, eager=how == "eager")
+    with pytest.raises(KeyError) as raised:
+        run()
+    assert str(raised.value) == "'imge' (the batch has the keys 'image', 'label')"
+    last = traceback.extract_tb(raised.value.__traceback__)[-1]
+    assert last.filename == __file__ and last.line.endswith("# in loss, a key")
+
+
+def test_a_key_that_the_batch_has_is_of_another_dict():
+    loop = Loop(OfAnotherDict(model_of_keys(), "sgd"), KEYS, global_batch_size=4)
+    error, _ = shown(loop, KeyError)
+    assert str(error) == "'image'"
 
 
 def test_an_operation_in_the_data_has_no_frames(mirrored):

@@ -156,7 +156,7 @@ def test_full_disk(full_disks, means):
     for line in lines:
         head, _, tail = line.partition(f": {path}; ")
         assert head == "No space left to save the checkpoint of step 2 (4.0 MiB)"
-        missing = float(tail.removeprefix("free ").split(" MiB or choose another --model_dir")[0])
+        missing = float(tail.removeprefix("free ").split(" MiB or choose another directory")[0])
         assert 0 < missing <= 4
 
 
@@ -167,7 +167,7 @@ def test_no_inode_for_the_directory(full_disks):
     path, lines = full_disks["inodes"]
     assert lines == [
         f"No inode left to open the checkpoints for writing: {path}/run/checkpoints; delete some "
-        "files, or choose another --model_dir"
+        "files, or choose another directory"
     ]
 
 

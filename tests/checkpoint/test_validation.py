@@ -40,6 +40,8 @@ def test_other_variables(tmp_path, state, message):
     with pytest.raises(CheckpointError, match=message) as raised:
         CheckpointManager(tmp_path, read_only=True).restore(whole)
     assert "\n" not in str(raised.value)
+    remedy = "the step with the arguments it was written with or choose another directory"
+    assert str(raised.value).endswith(f"; make the model and {remedy}")
     assert [v.numpy().tolist() for group in whole.values() for v in group] == before
 
 
@@ -62,7 +64,7 @@ def test_fingerprint(tmp_path, warnings_of):
     with pytest.raises(
         CheckpointError,
         match=r"another run: batch was '\(absent\)', is 64; seed was 1, is 2; split was 'train', "
-        r"is '\(absent\)'; tensorflow was '2.21', is '2.22'; use the same flags and data, .* "
+        r"is '\(absent\)'; tensorflow was '2.21', is '2.22'; use the same arguments and data, .* "
         r"soft_keys=\['batch', 'seed', 'split', 'tensorflow'\]\)\)",
     ):
         restore_fresh(tmp_path, fingerprint=other, soft_keys=())

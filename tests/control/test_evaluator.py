@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import re
 
 import keras
@@ -12,6 +13,7 @@ import pytest
 import tensorflow as tf
 from helpers import BATCH, FEATURES, accuracy, examples, keras_loss, make_loop, mlp, network
 
+from ctl import Loop
 from ctl.control.evaluator import Evaluator
 from ctl.data import InMemory
 from ctl.errors import UsageError
@@ -305,3 +307,21 @@ def test_a_metric_that_makes_variables_late_is_traced_too():
             evaluator.trace()
         results.append(evaluator.run())
     assert results[0] == results[1] and results[0]["last"]
+
+
+def test_many_evaluations_and_loops_are_no_retracing():
+    """Each has a trace of its own, which TensorFlow takes for many of one function."""
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    tf.get_logger().addHandler(handler)
+    try:
+        for _ in range(6):
+            model = keras.Sequential([keras.Input([2]), keras.layers.Dense(2)])
+            arrays = np.ones([4, 2], np.float32), np.zeros(4, np.int64)
+            evaluator = Evaluator(EvalStep(model), arrays)
+            step = TrainStep(model, "sgd", jit_compile=False)
+            Loop(step, arrays, global_batch_size=4, evaluator=evaluator).train_and_evaluate(1)
+    finally:
+        tf.get_logger().removeHandler(handler)
+    assert not [text for text in said if "retracing" in text]

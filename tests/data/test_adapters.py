@@ -140,6 +140,7 @@ class Frame:
         ([1, 2], {}, "^a list is not a dataset"),
         ((), {}, "^a tuple is not a dataset"),
         ((X, Y.tolist()), {}, "^the data have a list in place of an array: give numpy.asarray of"),
+        (Frame(), {}, r"^a Frame is not a dataset: .*'fare'.*\.to_numpy\(\), data\['label'\]\.to"),
         ({"x": Frame()}, {}, r"^the data have a Frame in place of .*: give its to_numpy\(\)"),
         (tf.data.Dataset.from_tensor_slices((X, Y)), {}, "single examples: .*, with .batch"),
         (Right(), {"global_batch_size": 4}, "^global_batch_size=4 has no effect on Right, "),

@@ -166,6 +166,10 @@ def test_what_is_trained_on_is_not_evaluated_unless_both_are_given(tmp_path, cap
     ("split", "says"),
     [
         ("test", "has no split 'test'; it has train, and parts of one of them"),
+        (
+            "0.2",
+            "has no split '0.2'; .* give --train_split='train.:80%.' --eval_split='train.80%:.'$",
+        ),
         ("train[", "has no split"),
         ("train+train", "has no split"),
         ("train[:1%]", r"the split train\[:1%\] of 40 examples is empty"),
@@ -417,3 +421,86 @@ def test_a_schema_of_records_is_for_every_file_of_a_folder(tmp_path):
     assert files.load("test", global_batch_size=2, training=False).num_examples == 2
     with pytest.raises(UsageError, match="record 0: 'kind' has 1 bytes, and the schema says int64"):
         Files(tmp_path, record_schema="pixels:uint8[2,2,1],kind:int64")
+
+
+def unlabelled(path, trained: Files, **options) -> Files:
+    return Files(path, schema=json.loads(json.dumps(trained.schema)), needs_labels=False, **options)
+
+
+def test_tables_to_predict_for_need_no_labels(tmp_path):
+    write_table(tmp_path / "table.csv")
+    trained = Files(tmp_path / "table.csv")
+    load(trained, "train")
+    (tmp_path / "new.csv").write_text("z,x\n1,2\n3,4\n5,6\n")
+    with pytest.raises(UsageError, match="'kind', .*; to predict without labels, give ctl.evaluat"):
+        Files(tmp_path / "new.csv", schema=trained.schema)
+    files = unlabelled(tmp_path / "new.csv", trained)
+    features, labels = load(files, "train", training=False).arrays
+    assert features.tolist() == [[2, 1], [4, 3], [6, 5]] and labels.dtype == np.int64
+    assert not files.has_labels("train") and files.names("train") == ("row", ["0", "1", "2"])
+    assert files.table()[-1].split() == ["all", "3"] and "train" in files.table()[-2].split()
+    assert "a" not in [line.split()[0] for line in files.table()]  # no counts of classes
+
+    (tmp_path / "some.jsonl").write_text('{"z": 1, "x": 2, "kind": "a"}\n{"z": 3, "x": 4}\n')
+    some = unlabelled(tmp_path / "some.jsonl", trained)  # a label is missing
+    assert load(some, "train", training=False).arrays[0].tolist() == [[2, 1], [4, 3]]
+    assert not some.has_labels("train")
+    (tmp_path / "all.jsonl").write_text('{"z": 1, "x": 2, "kind": "b"}\n' * 2)
+    whole = unlabelled(tmp_path / "all.jsonl", trained)
+    assert whole.has_labels("train") and load(whole, "train", False).arrays[1].tolist() == [1, 1]
+
+    np.savez(tmp_path / "new.npz", x_test=np.array([2.0, 4]), z_test=np.array([1.0, 3]))
+    arrays = unlabelled(tmp_path / "new.npz", trained)
+    assert arrays.evaluation(whole=True) == "test" and not arrays.has_labels("test")
+    assert load(arrays, "test", training=False).arrays[0].tolist() == [[2, 1], [4, 3]]
+
+
+def test_rows_without_a_value_keep_their_numbers(tmp_path):
+    write_table(tmp_path / "table.csv")
+    trained = Files(tmp_path / "table.csv", missing="drop")
+    load(trained, "train")
+    (tmp_path / "new.csv").write_text("x,z\n1,2\n,4\n5,6\n")
+    files = unlabelled(tmp_path / "new.csv", trained, missing="drop")
+    assert load(files, "train", training=False).arrays[0].tolist() == [[1, 2], [5, 6]]
+    assert files.names("train") == ("row", ["0", "2"])
+
+
+def test_several_numbers_to_predict_have_as_many_outputs(tmp_path):
+    (tmp_path / "table.csv").write_text("x,a,b\n" + "1,2,3\n4,5,6\n" * 4)
+    trained = Files(tmp_path / "table.csv", labels=["a", "b"], loss_of=NUMBERS)
+    load(trained, "train")
+    (tmp_path / "new.csv").write_text("x\n1\n4\n")
+    files = unlabelled(tmp_path / "new.csv", trained, loss_of=NUMBERS)
+    data = load(files, "train", training=False)
+    assert data.arrays[1].shape == (2, 2) and data.info.num_outputs == 2
+
+
+def test_a_table_is_for_a_model_of_tables(tmp_path):
+    write_table(tmp_path / "table.csv")
+    with pytest.raises(UsageError, match="^table.csv is a table, and the model was not trained"):
+        Files(tmp_path / "table.csv", needs_labels=False)
+
+
+@pytest.mark.parametrize("folder", ["", "unknown"])
+def test_images_to_predict_for_need_no_folders_of_classes(tmp_path, folder):
+    write_images(tmp_path / "train", 3)
+    trained = Files(tmp_path / "train")
+    load(trained, "train")
+    new = tmp_path / "new"
+    (new / folder).mkdir(parents=True)
+    for n in (21, 3):  # in the order of their names
+        image = np.full([4, 6, 3], n, np.uint8)
+        (new / folder / f"{n}.png").write_bytes(tf.io.encode_png(image).numpy())
+    files = unlabelled(new, trained)
+    for options in ({}, {"resident_limit_mib": 0}):
+        data = load(files, "train", training=False, **options)
+        assert data.info.class_names == CLASSES and data.info.num_classes == 3
+    data = load(files, "train", training=False)
+    assert data.arrays[0][:, 0, 0, 0].tolist() == [21, 3]
+    before = f"{folder}/" if folder else ""
+    assert files.names("train") == ("path", [f"{before}21.png", f"{before}3.png"])
+    assert not files.has_labels("train")
+
+    labelled = unlabelled(tmp_path / "train", trained)
+    assert labelled.has_labels("train")
+    assert labelled.names("train")[1][:4] == ["cat/0.png", "cat/1.png", "cat/2.png", "dog/0.png"]

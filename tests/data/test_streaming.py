@@ -273,7 +273,7 @@ def test_fingerprint_tells_content_and_order(sources):
 
     assert of() == of()
     assert all(other != of() for other in (of("validation"), of(seed=1), of(block=3)))
-    assert len({of(kind)["content"] for kind in KINDS if kind != "data_source"}) == 9
+    assert len({of(kind)["content"] for kind in KINDS if kind != "data_source"}) == 10
 
 
 def test_files_of_the_same_size_with_other_contents_are_other_data(tmp_path):

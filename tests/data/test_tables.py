@@ -171,8 +171,21 @@ def test_which_columns_are_used(columns, options, chosen):
         ("a b", {"features": ["a"], "labels": ["a"]}, "'a' is in --features and in --labels"),
         ("b a", {}, "^t.csv, line 3: 'a' is 2.5, which is no class: .*--loss=mean_squared_error"),
         ("a s", {"loss_of": NUMBERS}, "'s' is text, and the loss takes numbers"),
-        ("a e", {}, "^t.csv, line 3: 'e' has no value, as in 1 of 4 rows"),
-        ("a n", {}, "^t.csv, line 3: 'n' has no value"),
+        (
+            "a e",
+            {},
+            "^t.csv, line 3: the label 'e' .the last column, since --labels names none. has no",
+        ),
+        (
+            "a n",
+            {},
+            "^t.csv, line 3: the label 'n' .* has no value.*: name another column with --lab",
+        ),
+        (
+            "n a",
+            {"labels": ["n"]},
+            "^t.csv, line 3: the label 'n' has no value, as in 1 of 4 rows: fill",
+        ),
         ("a b k", {"labels": ["b", "k"]}, "b, k are several labels"),
         ("a k", {"loss_of": BINARY, "labels": ["s"]}, "no column 's'"),
     ],

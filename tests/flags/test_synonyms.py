@@ -38,6 +38,10 @@ def test_no_flag_of_ctl_is_one_of_another_tool(flags_of_train):
         ("--batch-size", "'batch-size': ctl calls it --global_batch_size, the examples per update"),
         ("--gpus=2", "'gpus': ctl calls it --replicas"),
         ("--max_steps=5", "'max_steps': ctl calls it --train_steps"),
+        (
+            "--validation_split=0.2",
+            "ctl calls it --train_split='train[:80%]' --eval_split='train[80%:]', for any share",
+        ),
         ("--val_batch_size=5", "--eval_split for the data, --evaluate_every for how often"),
         (
             "--val_check_interval=5",

@@ -12,6 +12,7 @@ import pytest
 from ctl.base import curves
 from ctl.base.curves import Curve
 from ctl.logs import summary
+from ctl.logs.runs import read
 
 FALLING = Curve([(step, 1 / step) for step in range(1, 101)])
 RISING = Curve([(50, 0.5), (100, 0.9)], evaluates=True)
@@ -49,6 +50,26 @@ def test_text_draws_the_curve_from_the_first_to_the_last_point():
     for value in (0.0, -1e308, 5.0):
         assert curves.text_plot("loss", [Curve([(1, value), (2, value)])], 40)
     assert curves.text_plot("loss", [Curve([(1, -1.7e308), (2, 1.7e308)])], 40)
+
+
+def test_no_line_passes_a_value_that_is_not_finite(tmp_path):
+    losses = [4.0, 3.0, math.nan, 2.0, math.inf, math.inf, 1.5, 1.0]
+    run = make_run(
+        tmp_path / "run",
+        [
+            {"phase": "train", "step": step, "loss": loss if math.isfinite(loss) else "NaN"}
+            for step, loss in enumerate(losses, 1)
+        ],
+    )
+    (trained, _) = read(run).curves("loss")
+    assert trained.gaps == [3, 5, 6]
+    assert trained.lines == [[(1, 4.0), (2, 3.0)], [(4, 2.0)], [(7, 1.5), (8, 1.0)]]
+    path, mark = ET.fromstring(curves.chart("loss", [trained])).findall("path")
+    assert path.get("d").count("M") == path.get("d").count("L") == 2
+    assert mark.get("class") == "curve mark train c0" and mark.get("d").count("M") == 1
+    columns = [set(line[10:]) for line in curves.text_plot("loss", [trained], 40)[1:-2]]
+    whole = [set(line[10:]) for line in curves.text_plot("loss", [Curve(trained.points)], 40)[1:-2]]
+    assert columns != whole
 
 
 def test_nothing_is_plotted_without_two_points_or_room():

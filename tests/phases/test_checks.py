@@ -249,7 +249,9 @@ def test_an_evaluation_on_other_inputs_is_said(caplog):
         assert "is evaluated on other inputs" not in caplog.text
         model = mlp()
         Loop(Scaled(model, keras.optimizers.SGD()), data, evaluator=Evaluator(kind(model), data))
-    assert "Scaled.preprocess is not EvalStep.preprocess, so the model is evaluated" in caplog.text
+    line = Scaled.preprocess.__code__.co_firstlineno
+    where = f"Scaled.preprocess is not EvalStep.preprocess (test_checks.py, line {line}), so the"
+    assert where in caplog.text
 
 
 def test_a_loss_that_does_not_scale_images_as_the_evaluation_does(caplog):
@@ -289,6 +291,9 @@ def test_a_loss_that_does_not_scale_images_as_the_evaluation_does(caplog):
         Loop(kind(model, "sgd"), images, global_batch_size=4, evaluator=evaluator)
         warning = f"only one of {kind.__name__}.loss() and EvalStep.loss() calls self.preprocess()"
         assert (warning in caplog.text) == issubclass(kind, Bytes)
+        if issubclass(kind, Bytes):
+            line = kind.loss.__code__.co_firstlineno
+            assert f"0 to 255 to 0 to 1 (test_checks.py, line {line}): unless" in caplog.text
         assert ("preprocess" in caplog.text) == issubclass(kind, Bytes)
 
 
@@ -315,6 +320,12 @@ def test_an_evaluation_that_was_given_no_loss_does_not_take_another_in_silence(c
     Evaluator(EvalStep(model), (features, classes))
     assert "the loss of the evaluation means nothing: model sequ" in caplog.text
     assert "leave the activation out, or give a loss for probabilities (to ctl.Ev" in caplog.text
+    caplog.clear()
+    evaluator = Evaluator(EvalStep(model), (features, classes))
+    step = TrainStep(model, "sgd", "sparse_categorical_crossentropy")
+    Loop(step, (features, classes), global_batch_size=16, evaluator=evaluator)
+    said = [line for line in caplog.messages if line.startswith("the loss of the evaluation")]
+    assert len(said) == 1 and "means nothing" in said[0]
     one_hot = np.eye(CLASSES)[classes]
     with pytest.raises(UsageError, match=r"one-hot.*argmax.* or the loss that trains on them"):
         Evaluator(EvalStep(mlp()), (features, one_hot))

@@ -149,3 +149,194 @@ def test_a_metric_of_probabilities_names_the_loss_for_two_classes():
     says = r"^metric auc takes .* for two classes, train one output with --loss=binary_cross_entr"
     with pytest.raises(UsageError, match=says):
         loop.train(1)
+
+
+def with_activation(kind, activation, *args, **options):
+    class Applied(kind):
+        def update_state(self, labels, outputs, sample_weight=None):
+            super().update_state(labels, activation(outputs), sample_weight)
+
+    return Applied(*args, name="applied", **options)
+
+
+KERAS = keras.metrics
+
+
+def named(kind, *args, **options):
+    """A metric with a name: other tests count on the first name of each class."""
+    return lambda: kind(*args, name="named", **options)
+
+
+PAIRS = {
+    r"AUC\(from_logits=True\)": (KERAS.AUC, {"from_logits": True}),
+    r"Precision\(thresholds=0.0\)": (KERAS.Precision, {"thresholds": 0.0}),
+    r"Recall\(thresholds=0.0\)": (KERAS.Recall, {"thresholds": 0.0}),
+    r"TruePositives\(thresholds=0.0\)": (KERAS.TruePositives, {"thresholds": 0.0}),
+    r"TrueNegatives\(thresholds=0.0\)": (KERAS.TrueNegatives, {"thresholds": 0.0}),
+    r"FalsePositives\(thresholds=0.0\)": (KERAS.FalsePositives, {"thresholds": 0.0}),
+    r"FalseNegatives\(thresholds=0.0\)": (KERAS.FalseNegatives, {"thresholds": 0.0}),
+    r"BinaryAccuracy\(threshold=0.0\)": (KERAS.BinaryAccuracy, {"threshold": 0.0}),
+    r"BinaryIoU\(threshold=0.0\)": (KERAS.BinaryIoU, {"threshold": 0.0}),
+    r"BinaryCrossentropy\(from_logits=True\)": (KERAS.BinaryCrossentropy, {"from_logits": True}),
+}
+OF_ARGUMENTS = (
+    (KERAS.SensitivityAtSpecificity, 0.5),
+    (KERAS.SpecificityAtSensitivity, 0.5),
+    (KERAS.PrecisionAtRecall, 0.5),
+    (KERAS.RecallAtPrecision, 0.5),
+    (KERAS.F1Score, "micro", 0.5),
+    (KERAS.FBetaScore, "micro", 2.0, 0.5),
+    (KERAS.KLDivergence,),
+)
+SUBCLASS = r"a subclass of {} .*\(labels, keras.ops.sigmoid\(outputs\), sample_weight\)$"
+BINARY_REMEDIES = {
+    says: (named(kind), named(kind, **options)) for says, (kind, options) in PAIRS.items()
+} | {
+    SUBCLASS.format(kind.__name__): (
+        named(kind, *args),
+        lambda kind=kind, args=args: with_activation(kind, keras.ops.sigmoid, *args),
+    )
+    for kind, *args in OF_ARGUMENTS
+}
+FEATURES = RANDOM.normal(size=(50, 3)).astype("float32")
+BINARY = FEATURES.sum(axis=1, keepdims=True) + RANDOM.normal(size=(50, 1)) > 0
+
+
+def check_remedy(says, given, remedy, model, loss, labels, activation):
+    """``given`` is refused; ``remedy`` has the number of ``given`` for probabilities."""
+    labels = labels.astype("float32")
+    step = ctl.TrainStep(model, "sgd", loss, metrics=[given()])
+    with pytest.raises(UsageError, match=f"takes probabilities, and model .*: give {says}"):
+        ctl.Loop(step, (FEATURES, labels), global_batch_size=10)
+    with pytest.raises(UsageError, match=f"takes probabilities, and model .*: give {says}"):
+        ctl.Evaluator(ctl.EvalStep(model, loss, [given()]), (FEATURES, labels))
+    metric, theirs = remedy(), given()
+    evaluator = ctl.Evaluator(ctl.EvalStep(model, loss, [metric]), (FEATURES, labels))
+    theirs.update_state(labels, activation(model(FEATURES)))
+    np.testing.assert_allclose(evaluator.run()[metric.name], theirs.result(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("says", BINARY_REMEDIES)
+def test_a_metric_of_probabilities_is_refused_with_a_remedy(says):
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    model.layers[0].kernel.assign([[1.0], [0.7], [1.2]])
+    check_remedy(
+        says, *BINARY_REMEDIES[says], model, "binary_cross_entropy", BINARY, keras.ops.sigmoid
+    )
+
+
+@pytest.mark.parametrize(
+    ("says", "given", "remedy"),
+    [
+        (
+            "CategoricalCrossentropy.from_logits=True.",
+            named(KERAS.CategoricalCrossentropy),
+            named(KERAS.CategoricalCrossentropy, from_logits=True),
+        ),
+        (
+            r"a subclass of AUC .*keras.ops.softmax\(outputs\)",
+            named(KERAS.AUC),
+            lambda: with_activation(KERAS.AUC, keras.ops.softmax),
+        ),
+    ],
+)
+def test_a_metric_of_a_softmax_is_refused_with_a_remedy(says, given, remedy):
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(3)])
+    labels = np.eye(3)[np.argmax(FEATURES, axis=1)]
+    softmax = keras.ops.softmax
+    check_remedy(says, given, remedy, model, "categorical_crossentropy", labels, softmax)
+
+
+def test_ctl_s_names_are_refused_where_they_would_apply_a_sigmoid_to_a_softmax():
+    with pytest.raises(UsageError, match="^metric auc of Keras takes probabilities"):
+        metrics.from_name("auc", True, True)
+    assert metrics.from_name("categorical_crossentropy", True, True).get_config()["from_logits"]
+
+
+@pytest.mark.parametrize(
+    ("activation", "loss", "make"),
+    [
+        (None, "binary_cross_entropy", named(KERAS.Precision, thresholds=0.3)),
+        (None, "binary_cross_entropy", named(KERAS.Precision, top_k=1)),
+        (None, "binary_cross_entropy", named(KERAS.AUC, thresholds=[-1.0, 0.0, 1.0])),
+        (None, "binary_cross_entropy", lambda: with_activation(KERAS.AUC, keras.ops.sigmoid)),
+        (None, "binary_cross_entropy", lambda: "auc"),
+        (None, "mse", named(KERAS.BinaryAccuracy)),  # numbers that are 0 or 1
+        (None, lambda labels, outputs: (labels - outputs)[:, 0] ** 2, named(KERAS.AUC)),
+        ("sigmoid", "binary_crossentropy", named(KERAS.AUC)),
+        ("sigmoid", "cross_entropy", lambda: "auc"),  # the loss of an evaluation may mean nothing
+        ("tanh", lambda labels, outputs: (labels - outputs)[:, 0] ** 2, named(KERAS.AUC)),
+    ],
+)
+def test_metrics_that_may_be_right_are_taken(activation, loss, make):
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1, activation)])
+    metric = ctl.EvalStep(model, loss, [make()]).metrics[0]
+    metrics.check_given([metric], ctl.EvalStep(model, loss).loss_fn, model)
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+
+def test_what_a_model_gives_may_be_known_by_its_loss_in_a_training_alone():
+    arrays = FEATURES, BINARY.astype("float32")
+    loss = "binary_cross_entropy"
+    with pytest.raises(UsageError, match="^metric auc takes probabilities, and model subclassed"):
+        step = ctl.TrainStep(Subclassed(), "sgd", loss, metrics=[KERAS.AUC(name="auc")])
+        ctl.Loop(step, arrays, global_batch_size=10)
+    ctl.Evaluator(ctl.EvalStep(Subclassed(), loss, [named(KERAS.AUC)()]), arrays)
+
+
+def test_a_metric_of_logits_is_refused_for_probabilities():
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1, "sigmoid")])
+    auc = KERAS.AUC(from_logits=True, name="auc")
+    evaluated = ctl.EvalStep(model, "binary_crossentropy", [auc])
+    says = r"^metric auc takes logits .* ends in a sigmoid: give AUC\(\) without from_logits$"
+    with pytest.raises(UsageError, match=says):
+        ctl.Evaluator(evaluated, (FEATURES, BINARY))
+
+
+def test_an_f1_score_of_one_output_needs_a_threshold():
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1, "sigmoid")])
+    arrays = FEATURES, BINARY.astype("float32")
+    no_threshold = ctl.EvalStep(model, "binary_crossentropy", [KERAS.F1Score("micro")])
+    says = r"^metric f1_score has no threshold, .* has 1 output: give F1Score\(threshold=0.5\)"
+    with pytest.raises(UsageError, match=says):
+        ctl.Evaluator(no_threshold, arrays)
+    f1 = KERAS.F1Score("micro", threshold=0.5, name="f1")
+    guessed, real = model.predict(FEATURES, verbose=0) > 0.5, BINARY
+    by_hand = 2 * (guessed & real).sum() / (guessed.sum() + real.sum())
+    result = ctl.Evaluator(ctl.EvalStep(model, "binary_crossentropy", [f1]), arrays).run()["f1"]
+    assert result == pytest.approx(by_hand, rel=1e-5)
+
+
+class Measures(ctl.TrainStep):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.auc = KERAS.AUC(name="auc")
+
+    def loss(self, batch):
+        losses, outputs = super().loss(batch)
+        self.auc.update_state(batch[1], outputs)
+        return losses, outputs
+
+
+class MeasuresProbabilities(Measures):
+    def loss(self, batch):
+        losses, outputs = ctl.TrainStep.loss(self, batch)
+        self.auc.update_state(batch[1], keras.ops.sigmoid(outputs))
+        return losses, outputs
+
+
+@pytest.mark.parametrize("kind", [Measures, MeasuresProbabilities])
+def test_a_metric_of_probabilities_in_an_attribute_is_warned_of(kind, caplog):
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    step = kind(model, "sgd", "binary_cross_entropy")
+    ctl.Loop(step, (FEATURES, BINARY.astype("float32")), global_batch_size=10)
+    warned = "metric auc takes probabilities, and model" in caplog.text
+    assert warned == (kind is Measures)

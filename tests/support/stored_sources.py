@@ -17,12 +17,12 @@ from ctl.base.remote import AnyPath
 from ctl.data import InMemory, Streaming, load_columns, mix
 from ctl.data.clicks import ClickLines, ClickRecords
 from ctl.data.image_tars import ImageTars, index_of
-from ctl.data.sources import ImageFolder, JsonLines, mapped
+from ctl.data.sources import ImageFolder, JsonLines, UnlabelledImages, mapped
 from ctl.data.tfds_source import ImageSource, find
 
 COUNT = 50
 SOURCES = ("tfrecord", "array_record", "mapped", "items", "data_source", "json", "folder", "tar")
-SOURCES += ("click_lines", "click_records")
+SOURCES += ("click_lines", "click_records", "images_alone")
 KINDS = (*SOURCES, "columns", "mixture")
 
 
@@ -71,6 +71,7 @@ def opened(root: AnyPath, kinds: Sequence[str] = SOURCES) -> dict[str, Any]:
         ),
         "json": lambda: JsonLines([root / "a.jsonl", root / "b.jsonl"]),
         "folder": lambda: ImageFolder(root / "folder", (4, 6, 3)),
+        "images_alone": lambda: UnlabelledImages(root / "folder", (4, 6, 3), ["a", "b"]),
         "click_lines": lambda: ClickLines([root / "a.txt", root / "b.txt"]),
         "click_records": lambda: ClickRecords([root / "clicks.tfrecord"]),
         "tar": lambda: ImageTars("tar", index_of([root / "0.tar", root / "1.tar"]), (4, 6, 3)),
