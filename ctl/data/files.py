@@ -43,7 +43,7 @@ from ctl.data import clicks, image_files, image_tars, index, tables
 from ctl.data.dataset import DatasetInfo
 from ctl.data.image_tars import ImageTars
 from ctl.data.in_memory import InMemory
-from ctl.data.load import Splits, in_memory_or_streamed
+from ctl.data.load import Splits, in_memory_or_streamed, refuse_common
 from ctl.data.order import are_classes, oversampled
 from ctl.data.sources import Arrays, EncodedImages, ImageFolder, UnlabelledImages
 from ctl.data.streaming import Streaming
@@ -231,10 +231,8 @@ class Files:
         (part, rows), (other_part, other_rows) = self._rows(train), self._rows(other)
         if part != other_part or not (common := len(np.intersect1d(rows, other_rows))):
             return
-        what = f"{common} of the {len(other_rows)} examples of {other} are in {train}, too"
-        if not meant:
-            raise UsageError(f"{self._info.name}: {what}: give both, such as {HOLD_OUT}")
-        logging.warning("%s: %s: their results are too good", self._info.name, what)
+        share = f"{common} of the {len(other_rows)}"
+        refuse_common(self._info.name, share, train, other, meant)
 
     def _rows(self, split: str) -> tuple[str, np.ndarray]:
         """The part that ``split`` is of, and its examples there, int64 [n]."""

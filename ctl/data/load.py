@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
+from absl import logging
 
+from ctl.base.names import HOLD_OUT
 from ctl.base.remote import PathLike
 from ctl.data import tfds_source
 from ctl.data.dataset import DatasetInfo, check_batch_size
@@ -52,6 +54,52 @@ def selection_splits(
     if "validation" in splits:
         return Splits("train", "validation", test)
     return Splits("train[:90%]", "train[90%:]", test)
+
+
+def check_apart(
+    name: str, given: Splits, data_dir: PathLike | None = None, *, download: bool = True
+) -> None:
+    """Refuses to evaluate on examples of the training; warns, if both splits are ``given``.
+
+    Args:
+        name, data_dir, download: see `load`.
+        given: the splits to train and to evaluate on; by default those of `load`.
+
+    Raises:
+        UsageError: one split is given, and has examples of the other; or as `load` does for these
+            arguments.
+    """
+    builder, train = _open(name, data_dir, download, given.train, True)
+    evaluation = given.evaluation or _open(name, data_dir, download, None, False)[1]
+    splits = builder.info.splits
+    try:
+        trained, evaluated = (
+            [
+                (part.splitname, part.from_ or 0, part.to or splits[part.splitname].num_examples)
+                for part in tfds.core.ReadInstruction.from_spec(split).to_absolute(splits)
+            ]
+            for split in (train, evaluation)
+        )
+    except (ValueError, KeyError, AssertionError):  # there is no such split, as `load` says
+        return
+    common = sum(
+        max(0, min(end, last) - max(begin, first))
+        for name_of_one, begin, end in trained
+        for name_of_other, first, last in evaluated
+        if name_of_one == name_of_other
+    )
+    if common:
+        share = f"{common} of the {sum(last - first for _, first, last in evaluated)}"
+        refuse_common(name, share, train, evaluation, bool(given.train and given.evaluation))
+
+
+def refuse_common(name: str, share: str, train: str, other: str, meant: bool) -> None:
+    """Raises `UsageError`, since a ``share`` of the examples of ``other`` is in ``train``, too.
+    Warns, if that is ``meant``."""
+    what = f"{name}: {share} examples of {other} are in {train}, too"
+    if not meant:
+        raise UsageError(f"{what}: give both, such as {HOLD_OUT}")
+    logging.warning("%s: their results are too good", what)
 
 
 def _open(

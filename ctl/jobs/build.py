@@ -201,6 +201,7 @@ def _show(files: Files | None) -> None:
 def _splits(flags: FlagValues, files: Files | None) -> Splits:
     """The splits that the flags ask for."""
     from ctl import data
+    from ctl.data.load import check_apart
 
     given = data.Splits(flags.train_split, flags.eval_split)
     if files:
@@ -212,7 +213,11 @@ def _splits(flags: FlagValues, files: Files | None) -> Splits:
                 *(flags.dataset, held_out),
             )
         return splits
-    if not flags.keep_best or flags.eval_split or flags.dataset == "synthetic":
+    if flags.dataset == "synthetic":
+        return given
+    if flags.train_split or flags.eval_split:
+        check_apart(flags.dataset, given, _data_dir(flags), download=flags.download)
+    if not flags.keep_best or flags.eval_split:
         return given
     splits = data.selection_splits(flags.dataset, _data_dir(flags), download=flags.download)
     if splits.train == "train":

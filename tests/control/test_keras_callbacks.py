@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 
 import keras
 import numpy as np
@@ -320,7 +321,7 @@ def test_the_learning_rate_may_be_monitored():
     ("metric", "monitor", "mode"),
     [
         ("accuracy", "val_accuracy", "max"),
-        (keras.metrics.AUC, "auc", "max"),
+        (functools.partial(keras.metrics.AUC, name="auc"), "auc", "max"),
         (keras.metrics.MeanAbsoluteError, "val_mean_absolute_error", "min"),
         (None, "val_loss", "min"),
         ("mean_squared_error", "val_mean_squared_error", "min"),

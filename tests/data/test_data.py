@@ -14,6 +14,7 @@ from tensorflow.python.framework import kernels
 from ctl.data import (
     GlobalBatches,
     InMemory,
+    Splits,
     Streaming,
     as_dataset,
     load,
@@ -22,6 +23,7 @@ from ctl.data import (
 )
 from ctl.data.feed import distribute
 from ctl.data.global_batches import comparable
+from ctl.data.load import check_apart
 from ctl.errors import UsageError
 
 
@@ -385,6 +387,27 @@ def test_load_takes_the_split_of_the_role(data_dir):
     assert evaluation.num_examples == 7 and "validation" in evaluation.description
     part = load("ctl_tiny_color", data_dir=data_dir, global_batch_size=4, split="train[:20%]")
     assert part.num_examples == 10 and part.info.split == "train[:20%]"
+
+
+@pytest.mark.parametrize(
+    ("given", "common"),
+    [
+        (Splits(evaluation="train[80%:]"), r"10 of the 10 examples of train\[80%:\] are in train,"),
+        (Splits("validation[:3]"), "3 of the 7 examples of validation are in validation"),
+        (Splits("train+validation"), "7 of the 7 examples of validation are in train.validation,"),
+    ],
+)
+def test_an_evaluation_on_examples_of_the_training_is_refused(data_dir, given, common):
+    with pytest.raises(UsageError, match=f"^ctl_tiny_color: {common}.*: give both, such as --tr"):
+        check_apart("ctl_tiny_color", given, data_dir)
+
+
+def test_splits_that_were_chosen_to_overlap_are_warned_of(data_dir, warnings_of):
+    for given in (("train[:80%]", "train[80%:]"), ("train[:9]", None), ("nothing", None)):
+        check_apart("ctl_tiny_color", Splits(*given), data_dir)
+    assert not warnings_of()
+    check_apart("ctl_tiny_color", Splits("train", "train[:20%]"), data_dir)
+    assert "10 of the 10 examples of train[:20%] are in train, too" in warnings_of()[0]
 
 
 def test_splits_that_select_are_not_those_that_test(data_dir):
