@@ -189,7 +189,8 @@ class LedgerFile:
         if (file := self._file) is None:
             return
         now = LEDGER.read()
-        record: dict[str, Any] = {"schema": 1, "began": self._began, "time": time.time()}
+        moment = self._began + sum(now.seconds.values())  # whatever the clock does meanwhile
+        record: dict[str, Any] = {"schema": 1, "began": self._began, "time": moment}
         record |= {"workers": self._workers, "first": now.first, "step": now.step}
         record["seconds"] = {name: round(value, 4) for name, value in now.seconds.items()}
         if any(now.inspected):

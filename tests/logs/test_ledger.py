@@ -215,7 +215,7 @@ def test_each_start_appends_its_accounts(tmp_path):
     for start in starts:
         assert start.last.seconds["saving"] >= 0.05
         assert sum(start.last.seconds.values()) == pytest.approx(
-            start.ended - start.began, abs=0.01
+            start.ended - start.began, abs=0.001
         )
 
 
