@@ -97,7 +97,7 @@ class Heartbeats:
     def __init__(self, tasks: Tasks, worker_timeout: float = 60.0):
         self._tasks = tasks
         self._worker_timeout = worker_timeout
-        self._workers = [name for name in tasks.servers if name.startswith("worker")]
+        self.workers = [name for name in tasks.servers if name.startswith("worker")]
         self._ps = [name for name in tasks.servers if name.startswith("ps")]
         self._peers: dict[str, _Peer] = {}
         self._why: dict[str, str] = {}  # the reason for each missing server
@@ -241,7 +241,7 @@ class Heartbeats:
         if self._peers.get(peer.name) is peer:
             self._why[peer.name] = why
             del self._peers[peer.name]
-            if peer.name in self._workers:
+            if peer.name in self.workers:
                 self._worker_seen = time.monotonic()
                 if self._complete:
                     logging.warning("%s was lost", peer.name)
@@ -273,12 +273,12 @@ class Heartbeats:
         return f"lost {gone}; the same command resumes from the last checkpoint" if gone else None
 
     def _no_worker(self) -> str | None:
-        if any(name in self._peers for name in self._workers):
+        if any(name in self._peers for name in self.workers):
             return None
         seconds = time.monotonic() - self._worker_seen
         if seconds < self._worker_timeout:
             return None
-        missing = self._missing(self._workers)
+        missing = self._missing(self.workers)
         return f"no worker has been connected for {seconds:.0f} s (--worker_timeout): {missing}"
 
 

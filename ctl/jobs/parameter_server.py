@@ -1,18 +1,21 @@
 """Asynchronous training: workers that do not wait for each other.
 
-The coordinator runs the program. It schedules each global batch on a free worker, as one call of
-the same `ctl.step.TrainStep`. The worker reads the variables from the parameter servers and adds
-its own update to them. There is no all-reduce, and gradients are some updates old when they are
-applied. The coordinator waits for all calls before the actions run, so that actions, evaluation and
-checkpoints see a state that does not change, after an exact number of steps.
+The coordinator runs the program. It sends the next global batches, 8 at most, to a free worker,
+which calls the same `ctl.step.TrainStep` on one after the other. For each, the worker reads the
+variables from the parameter servers and adds its own update to them. There is no all-reduce, and
+gradients are some updates old when they are applied. The coordinator waits for all calls before the
+actions run, so that actions, evaluation and checkpoints see a state that does not change, after an
+exact number of steps.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -31,11 +34,16 @@ from ctl.phases.loss_accumulator import CallResult
 from ctl.phases.trace_guards import TraceKey
 from ctl.step import TrainStep
 
+# Between two questions: have all calls ended, is a task lost, are there new steps.
 _POLL_SECONDS = 0.001
+_CHECK_SECONDS = 0.05
 _LOOK_SECONDS = 1.0
 
 # Batches to prepare ahead of the calls.
-_PREFETCH = 4
+_PREFETCH = 16
+
+# The most batches that a worker is sent at once, as one tensor: a call takes about 1 ms.
+_MOST = 8
 
 
 def serve(tasks: Tasks, startup_timeout: float = 300.0) -> None:
@@ -68,7 +76,7 @@ def serve(tasks: Tasks, startup_timeout: float = 300.0) -> None:
 
 
 class _RemoteSteps(Steps):
-    """Runs each step on a free worker."""
+    """Runs the next steps on a free worker."""
 
     def __init__(
         self,
@@ -82,8 +90,11 @@ class _RemoteSteps(Steps):
         self._heartbeats = heartbeats
         self._timeout = timeout
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-        # A function for each version of the settings of the step, see `TraceKey`.
+        # Functions for each version of the settings of the step, see `TraceKey`.
         self._train_step = functools.cache(lambda version: tf.function(self._on_worker))
+        self._train_steps = functools.cache(
+            lambda version: tf.function(functools.partial(_of_each, self._train_step(version)))
+        )
 
     def open(self, start_step: int) -> Feed:
         """Opens the same batches, in the same order, as the synchronous loop; the coordinator reads
@@ -104,18 +115,28 @@ class _RemoteSteps(Steps):
         """See `Steps.run`."""
         del report
         train_step = self._train_step(trace_key.version)
-        begin, count, remote = self._step_number(), int(steps), []
-        for batch in feed.iterator:
-            remote.append(self._coordinator.schedule(train_step, args=(batch,)))
-            if len(remote) == count:
+        train_steps = self._train_steps(trace_key.version)
+        begin, count, sent, remote = self._step_number(), int(steps), 0, []
+        most = _MOST if _can_be_stacked(feed.iterator.element_spec) else 1
+        while sent < count:
+            share = _share(count - sent, len(self._heartbeats.workers), most)
+            batches = [*itertools.islice(feed.iterator, share)]
+            if len(batches) > 1:
+                stacked = tf.nest.map_structure(lambda *parts: tf.stack(parts), *batches)
+                remote.append(self._coordinator.schedule(train_steps, args=(stacked,)))
+            elif batches:
+                remote.append(self._coordinator.schedule(train_step, args=(batches[0],)))
+            sent += len(batches)
+            if len(batches) < share:
                 break
         self._wait()
-        if self._step_number() > begin + len(remote):
-            # If a worker is lost after it has counted its batch, another worker counts it again.
-            self.step.global_step.assign(begin + len(remote))
-        if len(remote) < count:
+        if self._step_number() > begin + sent:
+            # If a worker is lost after it has counted a batch, another worker counts it again.
+            self.step.global_step.assign(begin + sent)
+        if sent < count:
             raise tf.errors.OutOfRangeError(None, None, "the dataset has ended")
-        losses, examples = np.array([pair.fetch() for pair in remote], np.float64).T
+        pairs = [np.reshape(np.array(of.fetch(), np.float64), [-1, 2]) for of in remote]
+        losses, examples = np.concatenate(pairs).T
         finite = count if np.isfinite(losses).all() else int(np.isfinite(losses).argmin())
         mean = (losses * examples).sum() / max(examples.sum(), np.finfo(np.float64).tiny)
         stop = float(self._heartbeats.asked_to_stop)
@@ -134,10 +155,13 @@ class _RemoteSteps(Steps):
         one worker comes back, TensorFlow also waits for all others that are missing.
         """
         counted, changed = self._step_number(), time.monotonic()
-        looked = changed
+        looked = checked = changed
         while not self._coordinator.done():
-            self._heartbeats.check()
+            time.sleep(_POLL_SECONDS)
             now = time.monotonic()
+            if now - checked > _CHECK_SECONDS:
+                checked = now
+                self._heartbeats.check()
             if now - looked > _LOOK_SECONDS:
                 looked, step = now, self._step_number()
                 if step != counted:
@@ -148,7 +172,25 @@ class _RemoteSteps(Steps):
                         f"no step was made for {now - changed:.0f} s (--collective_timeout) after "
                         f"step {step}" + (quiet and f"; waiting for {quiet}")
                     )
-            time.sleep(_POLL_SECONDS)
+
+
+def _share(left: int, workers: int, most: int) -> int:
+    """How many of the ``left`` batches the next free worker gets: fewer at the end, so that all
+    ``workers`` end together. Powers of 2, since each number is traced."""
+    share = max(1, left // (2 * workers))
+    return min(most, left, 1 << share.bit_length() - 1)
+
+
+def _can_be_stacked(spec: Any) -> bool:
+    parts = tf.nest.flatten(spec)
+    return all(isinstance(p, tf.TensorSpec) and p.shape.is_fully_defined() for p in parts)
+
+
+def _of_each(train_step: Callable, stacked: Any) -> list[Any]:
+    """Runs ``train_step`` on each of the batches that were stacked."""
+    count = tf.nest.flatten(stacked)[0].shape[0]
+    batches = [tf.nest.map_structure(lambda part, n=n: part[n], stacked) for n in range(count)]
+    return [train_step(batch) for batch in batches]
 
 
 class ParameterServerLoop(Loop):

@@ -15,13 +15,14 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from helpers import BATCH, CLASSES, FEATURES, examples, largest_difference, mlp
 from paths import SUPPORT
 
 from ctl import launch
 from ctl.checkpoint import CheckpointManager
 from ctl.data import InMemory
-from ctl.jobs.parameter_server import CopyEvaluator
+from ctl.jobs.parameter_server import CopyEvaluator, _can_be_stacked, _share
 from ctl.loop import Evaluator, Loop
 from ctl.phases.base_step import EvalStep
 from ctl.schedule import Cosine
@@ -235,3 +236,21 @@ def test_a_copy_is_evaluated_on_other_data_too():
     other = CopyEvaluator(trained, EvalStep(copy), data[0]).on(data[1])
     assert other.dataset is data[1]
     assert other.run() == Evaluator(EvalStep(trained), data[1]).run()
+
+
+@pytest.mark.parametrize(("count", "workers"), [(1, 2), (7, 1), (60, 2), (61, 3), (500, 2)])
+def test_workers_get_each_batch_once_and_end_together(count, workers):
+    left, shares = count, []
+    while left:
+        shares.append(_share(left, workers, most=8))
+        left -= shares[-1]
+    assert sum(shares) == count and shares == sorted(shares, reverse=True)
+    assert set(shares) <= {1, 2, 4, 8}
+    assert shares[-1] == 1 and (count < 8 * 2 * workers or shares[0] == 8)
+
+
+def test_batches_of_varying_shapes_are_sent_one_by_one():
+    images = tf.TensorSpec([8, 4])
+    assert _can_be_stacked((images, {"label": tf.TensorSpec([8])}))
+    assert not _can_be_stacked((images, tf.TensorSpec([None])))
+    assert not _can_be_stacked(tf.RaggedTensorSpec([8, None]))
