@@ -83,13 +83,19 @@ def tables(runs: list[Run]) -> dict[str, tuple[list[str], list[list[str]]]]:
     then the flags that differ, if any. The cells are not escaped."""
     results = [one.results() for one in runs]
     metrics = list(dict.fromkeys(name for of_run in results for name in of_run))
-    header = [f"{kind} {name}" for name in metrics for kind in ("best", "last")]
+    known = {name for of in results for name, found in of.items() if found.best is not None}
+    kinds = {name: ("best", "last") if name in known else ("last",) for name in metrics}
+    header = [f"{kind} {name}" for name in metrics for kind in kinds[name]]
     rows = []
     for one, of_run in zip(runs, results, strict=True):
         row = [one.name]
         for name in metrics:
             found = of_run.get(name)
-            row.append(f"{found.best:.4f} at {found.step}" if found else "")
+            if name in known:
+                best = (
+                    f"{found.best:.4f} at {found.step}" if found and found.best is not None else ""
+                )
+                row.append(best)
             row.append(f"{found.last:.4f}" if found else "")
         of = f"{one.step} of {one.until}" if (one.until or 0) > one.step else str(one.step)
         rows.append([*row, of, time_text(one.seconds), time_text(one.seconds * one.replicas)])

@@ -676,6 +676,15 @@ class Loop:
             workers.barrier(self.strategy)  # the chief has written it
         saved = self.state.read_best(checkpoints)
         checkpoints.unrestored = checkpoints.latest()
+        metric, mode = checkpoints.ranks_by
+        best = self.history.best(metric, mode)
+        if saved and best and saved.metrics.get(metric, best[1]) != best[1]:
+            logging.warning(
+                "the weights are those of step %d, the best that is kept: the best %s was %g, at "
+                "step %d; to keep it, give CheckpointManager(DIRECTORY, keep_best=1, "
+                "best_metric=%r)",
+                *(saved.step, metric, best[1], best[0], metric),
+            )
         return saved
 
     @hides_frames
@@ -714,7 +723,9 @@ class Loop:
             if runs and not eager:
                 self._trace_evaluation(evaluator)
             results = self._train_and_evaluate(until, every, on_progress or bar, eager)
-        return (counted and counted.results) or results
+        if counted and counted.results:  # of the weights that the model has
+            self._evaluated = results = counted.results
+        return results
 
     def _train_and_evaluate(
         self, until: int, every: float, on_progress: OnProgress | None, eager: bool

@@ -159,7 +159,7 @@ def test_a_series_of_one_point_is_a_mark_and_a_chart_without_points_is_not_drawn
 
 def test_nothing_is_wider_than_the_page(tmp_path):
     """Charts scale with the page; tables have few columns, and are lists on narrow screens."""
-    metrics = {f"a_metric_of_mine_{n}": n for n in range(9)}
+    metrics = {f"an_error_of_mine_{n}": n for n in range(9)}
     path = make_run(tmp_path / "one", 0.1, until=2**40)
     with (path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"phase": "eval", "step": 2**40, "loss": 1.0, **metrics}) + "\n")
@@ -167,7 +167,7 @@ def test_nothing_is_wider_than_the_page(tmp_path):
     root = ET.fromstring(make_page(runs, tables(runs), []).removeprefix("<!DOCTYPE html>\n"))
     assert all(len(list(row)) <= 8 for row in root.iter("tr"))
     cells = [cell.get("data-name") for cell in root.iter("td")]
-    assert all(cells) and "best eval a_metric_of_mine_8" in cells
+    assert all(cells) and "best eval an_error_of_mine_8" in cells
     for picture in root.iter("svg"):
         assert picture.get("width") is None
         width = float(picture.get("viewBox").split()[2])

@@ -271,3 +271,16 @@ def test_the_weights_of_the_best_evaluation(tmp_path, mirrored):
         loop.train(9)
     assert loop.restore().step == 8
     loop.train(9)
+
+
+def test_a_best_evaluation_whose_checkpoint_is_gone_is_said(tmp_path, warnings_of):
+    loop = make_loop(
+        evaluate=EVALUATED,
+        checkpoints=CheckpointManager(tmp_path, keep=1, best_metric="loss"),
+        schedule=lambda step: tf.where(step < 4, 1e-2, 3.0),
+    )
+    loop.train_and_evaluate(8, evaluate_every=2)
+    losses = {step: results["loss"] for step, results in loop.history.evaluations.items()}
+    best = min(losses, key=losses.__getitem__)
+    assert best < 8 and loop.restore_best_weights().step == 8
+    assert f"the best loss was {losses[best]:g}, at step {best}; to keep it" in warnings_of()[-1]

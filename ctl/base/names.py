@@ -211,11 +211,12 @@ def paths_by_name(text: str) -> dict[str, str]:
 
 def is_path(dataset: str) -> bool:
     """Whether ``--dataset`` is a file or a folder of the user's, by its form: it begins with ``.``,
-    ``/`` or ``~``, is a URL, or ends as `TABLES`, `TARS` or lines of clicks do."""
+    ``/`` or ``~``, is a URL, or ends as `TABLES`, `TARS`, lines of clicks or another file do."""
     if is_function_name(dataset):
         return False
     known = suffix(dataset) in (*TABLES, TARS) or is_click_text(dataset)
-    return dataset.startswith((".", "/", "~")) or is_url(dataset) or known
+    is_file = re.search(r"\.[a-z]\w+$", dataset, re.IGNORECASE)  # no name of TFDS ends so
+    return dataset.startswith((".", "/", "~")) or is_url(dataset) or known or bool(is_file)
 
 
 _SHARD = re.compile(r"-\d+-of-\d+$")

@@ -502,6 +502,11 @@ class CheckpointManager:
         """``best_metric`` if the manager keeps the best checkpoints (``keep_best``), else None."""
         return self._best[0] if self._retention["keep_best"] else None
 
+    @property
+    def ranks_by(self) -> tuple[str, Mode]:
+        """The metric by which a checkpoint is the best, and ``"max"`` or ``"min"``."""
+        return self._best
+
     def best(self) -> Saved | None:
         """The one with the best ``best_metric``, see `manifest.best_first`; ``None`` if none has
         it."""

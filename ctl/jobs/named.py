@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ctl import step as steps
@@ -164,10 +165,13 @@ def datasets(
             f"cannot call the dataset {name!r}: {error}; it may take {', '.join(offered)}"
         ) from error
     made = function(**arguments)
-    if not isinstance(made, tuple | list) or len(made) != 2:
+    pair = isinstance(made, tuple | list) and len(made) == 2
+    is_one = pair and isinstance(made[0], np.ndarray | tf.Tensor)  # arrays (x, y)
+    if not pair or is_one:
         raise UsageError(
-            f"the dataset {name!r} must return two datasets, (training, evaluation), it returned "
-            f"{type(made).__name__}"
+            f"the dataset {name!r} must return two datasets, (training, evaluation), such as "
+            "((x, y), (x_test, y_test)); it returned "
+            + ("two arrays" if is_one else type(made).__name__)
         )
     batches, arrays = isinstance(made[0], tf.data.Dataset), isinstance(made[0], tuple | dict)
     train = as_dataset(made[0], global_batch_size=global_batch_size if arrays else None)

@@ -170,6 +170,14 @@ class History:
         """Adds the results of an evaluation."""
         self.evaluations[step] = dict(results)
 
+    def best(self, metric: str, mode: str) -> tuple[int, float] | None:
+        """The step and the value of the best evaluation in this process, by ``mode`` (``"max"`` or
+        ``"min"``); of equals, the first. None if none has a finite ``metric``."""
+        sign = -1.0 if mode == "max" else 1.0
+        values = {step: results.get(metric, math.nan) for step, results in self.evaluations.items()}
+        finite = [(sign * value, step) for step, value in values.items() if math.isfinite(value)]
+        return (min(finite)[1], sign * min(finite)[0]) if finite else None
+
     def rewind(self, step: int) -> None:
         """Forgets what came after ``step``, which was restored."""
         self._points = [point for point in self._points if point.step <= step]

@@ -14,7 +14,7 @@ from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
 from ctl.base.actions import scalars_of
 from ctl.errors import Preempted
-from ctl.logs.runs import is_best_high
+from ctl.logs.runs import mode_of_result
 from ctl.logs.sinks import EventFile, scalar_messages
 
 Ending = Literal["finished", "stopped", "failed"]
@@ -55,7 +55,9 @@ class HParams:
         if record["phase"] != "eval":
             return
         for name, value in scalars_of(record).items():
-            sign = 1 if is_best_high(name, self._flags) else -1
+            if (mode := mode_of_result(name, self._flags)) is None:
+                continue
+            sign = 1 if mode == "max" else -1
             if math.isfinite(value) and sign * value > sign * self._best.get(
                 name, -sign * math.inf
             ):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +15,17 @@ from typing import Any
 
 from ctl.base import durable
 from ctl.base.actions import CONTEXT
-from ctl.base.best import known_mode
+from ctl.base.best import Mode, known_mode
 from ctl.base.curves import Curve
 from ctl.errors import UsageError
 from ctl.flags import config
 from ctl.flags.defaults import early_stop_parts
 
 _LONGEST = 1 << 20  # bytes of a line
+
+# Names of metrics of which the highest, or the lowest, is the best.
+_HIGH = re.compile(r"acc|auc|precision|recall|f1|fbeta|r2|iou|top_?[k\d]")
+_LOW = re.compile(r"loss|error|entropy|perplexity|nll|ms[el]|ma[ep]|divergence")
 
 # Flags that say where and how a run was started, and nothing of what it computes.
 NOT_COMPARED = frozenset(
@@ -33,10 +38,11 @@ NOT_COMPARED = frozenset(
 
 @dataclass(frozen=True)
 class Best:
-    """The best value of a result, with its step, and the last one."""
+    """The best value of a result, with its step, and the last one. Both of the best are None if it
+    is not known whether a high or a low one is better."""
 
-    best: float
-    step: int
+    best: float | None
+    step: int | None
     last: float
 
 
@@ -117,8 +123,11 @@ class Run:
             names = dict.fromkeys(n for v in self.records.get(phase, {}).values() for n in v)
             for name in names:
                 if curve := self.curve(phase, name):
-                    sign = -1 if is_best_high(name, self.flags) else 1
-                    step, best = min(curve, key=lambda point: (sign * point[1], point[0]))
+                    step: int | None = None
+                    best: float | None = None
+                    if mode := mode_of_result(name, self.flags):
+                        sign = -1 if mode == "max" else 1
+                        step, best = min(curve, key=lambda point: (sign * point[1], point[0]))
                     found[f"{phase} {name}"] = Best(best, step, curve[-1][1])
         return found
 
@@ -129,12 +138,13 @@ def best_so_far(path: Path) -> dict[str, float]:
         results = read(path).results()
     except UsageError:
         return {}
-    return {n.removeprefix("eval "): r.best for n, r in results.items() if n.startswith("eval ")}
+    of_evaluations = {n: r.best for n, r in results.items() if n.startswith("eval ")}
+    return {n.removeprefix("eval "): best for n, best in of_evaluations.items() if best is not None}
 
 
-def is_best_high(name: str, flags: Mapping[str, Any]) -> bool:
-    """Whether the highest value of the result ``name`` is the best, as far as the ``flags`` of its
-    run and its name say; else the lowest is."""
+def mode_of_result(name: str, flags: Mapping[str, Any]) -> Mode | None:
+    """Whether the highest or the lowest value of the result ``name`` is the best, as far as the
+    ``flags`` of its run and its name say."""
     best, mode = str(flags.get("best_metric")), flags.get("best_mode")
     stops, _, own = early_stop_parts(str(flags.get("early_stop")))
     if name == stops and own:
@@ -142,9 +152,10 @@ def is_best_high(name: str, flags: Mapping[str, Any]) -> bool:
     elif name != best and not (name == stops and known_mode(best)):
         mode = None  # --best_mode is of another
     if mode := known_mode(name) or mode:
-        return mode == "max"
-    name = name.rpartition("/")[2]
-    return "accuracy" in name or name in ("auc", "precision", "recall", "f1")
+        return "max" if mode == "max" else "min"
+    low = name.rpartition("/")[2].lower()
+    is_high, is_low = bool(_HIGH.search(low)), bool(_LOW.search(low))
+    return None if is_high == is_low else "max" if is_high else "min"
 
 
 def read(path: Path) -> Run:

@@ -404,10 +404,14 @@ class BaseStep(AutographMethods):
         if replaces_loss(self):
             return
         loss_fn: Any = getattr(self.loss_fn, "func", self.loss_fn)  # of a `functools.partial`
+        if not self.overrides("update_metrics"):
+            labels.check_one_output(loss_fn, self.given_metrics, self.model)
         if loss_fn not in labels.CHECKED:
             labels.check_from_logits(self.loss_fn, self.model)
         if not self.overrides("preprocess"):
             labels.check_features(self.model, dataset)
+            if step is None:
+                labels.check_scaled(self.model, dataset, warns=self.training)
             labels.check_ids(self.model, dataset, step)
         if labels.takes_classes(loss_fn):
             labels.check_several_outputs(self.model)

@@ -80,12 +80,7 @@ def check_loss_and_metrics(loss_fn: Any, **metrics: Any) -> None:
     """Refuses a ``loss_fn`` that is neither a function nor None, arguments of metrics that are not
     lists of Keras metrics, such as one name, and two metrics of one name."""
     if isinstance(loss_fn, Mapping | list | tuple):
-        raise UsageError(
-            f"loss_fn is a {type(loss_fn).__name__}: of several outputs, give one function, which "
-            "adds their losses with their weights: lambda labels, outputs: first(labels['a'], "
-            "outputs['a']) + 0.5 * second(labels['b'], outputs['b']), one for each example; "
-            "self.log in a loss() of your own logs each"
-        )
+        raise UsageError(f"loss_fn is a {type(loss_fn).__name__}: {losses.SEVERAL}")
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(
             f"loss_fn is {loss_fn!r}: give a function of labels and outputs that returns one loss "
@@ -94,6 +89,11 @@ def check_loss_and_metrics(loss_fn: Any, **metrics: Any) -> None:
         )
     names: set[str] = set()
     for argument, given in metrics.items():
+        if isinstance(given, Mapping):
+            raise UsageError(
+                f"{argument} is a dict: for metrics of several outputs, make them attributes of a "
+                "class of your own, and update them in update_metrics()"
+            )
         listed = isinstance(given, Sequence) and not isinstance(given, str)
         for metric in given if listed else [given]:
             if not (listed and isinstance(metric, keras.metrics.Metric)):
@@ -440,6 +440,18 @@ def _mistakes_loss(step: Any, evaluator: Any) -> bool:
     return not (evaluator.step.overrides("loss") or fits_default_evaluation(type(step)))
 
 
+def _warn_of_another_model(step: Any, evaluator: Any) -> None:
+    trained = {id(variable) for variable in step.model.variables}
+    model = evaluator.step.model
+    shares = not model.variables or any(id(variable) in trained for variable in model.variables)
+    if not shares and not hasattr(evaluator, "copy"):  # as that of parameter servers has
+        logging.warning(
+            "the evaluation is of model %s, which has no variable of the trained model %s, so its "
+            "results do not change: give it the model of the training step",
+            *(model.name, step.model.name),
+        )
+
+
 def _warn_of_another_loss(step: Any, evaluation: Any) -> None:
     """Warns if ``evaluation`` has the loss of who gives none, and the training has another."""
     trained = step.loss_fn
@@ -492,6 +504,7 @@ def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
                 f"metric {metric.name} is in the training step and in the evaluation step, which "
                 "resets it: make one for each"
             )
+    _warn_of_another_model(step, evaluator)
     _warn_of_another_loss(step, evaluator.step)
     if _mistakes_loss(step, evaluator):
         logging.warning(

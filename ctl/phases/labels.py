@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -48,6 +48,10 @@ def check_outputs(loss: str, model: keras.Model, classes: Iterable[int] = ()) ->
         )
 
 
+# The factor of a layer that takes 0 to 255 is below this.
+_OF_BYTES = 0.05
+
+
 def check_several_outputs(model: keras.Model) -> None:
     """Raises `UsageError` if a functional or sequential ``model`` has one output, for a cross
     entropy of classes."""
@@ -57,6 +61,22 @@ def check_several_outputs(model: keras.Model) -> None:
             f"model {model.name} has 1 output, whose softmax is always 1: a cross entropy of "
             "classes would train nothing; for two classes, give --loss=binary_crossentropy, or "
             "the model 2 outputs; for numbers, --loss=mean_squared_error (loss_fn= in Python)"
+        )
+
+
+def check_one_output(loss_fn: Any, metrics: Sequence[keras.metrics.Metric], model: Any) -> None:
+    """Raises `UsageError` if a functional ``model`` has several outputs, and a loss of ctl or Keras
+    or one of ``metrics`` would get all of them."""
+    outputs = getattr(model, "output", None)
+    if not isinstance(outputs, dict | list | tuple) or len(outputs) == 1:
+        return
+    if loss_fn.__module__.startswith(("keras.", losses.__name__)):
+        raise UsageError(f"model {model.name} has {len(outputs)} outputs: {losses.SEVERAL}")
+    if metrics:
+        raise UsageError(
+            f"metric {metrics[0].name} takes one output, and model {model.name} has "
+            f"{len(outputs)}: in a class of your own, update it in update_metrics(), with "
+            "labels['a'] and outputs['a'], or call self.log in loss()"
         )
 
 
@@ -265,6 +285,57 @@ def check_ids(model: keras.Model, dataset: Any, step: int | None = None) -> None
                     if not is_scaled:  # see `ctl.phases.base_step.scale_images`
                         feature = f"feature {one.name} of " if len(inputs) > 1 else ""
                         _check_rows(np.asarray(ids), layer, feature, where)
+
+
+def check_scaled(model: keras.Model, dataset: Any, warns: bool) -> None:
+    """Refuses uint8 features that `ctl.phases.base_step.scale_images` would scale, if the layer
+    that takes them wants them as they are. If it ``warns``: of those that are no images. For
+    functional and sequential models.
+
+    Raises:
+        UsageError: the layer is an Embedding; or it scales 0 to 255, too.
+    """
+    spec, inputs = batch_spec(dataset), getattr(model, "inputs", None)
+    if not local_batch.has_parts(spec) or not inputs:
+        return
+    features = spec[0]
+    if isinstance(features, dict) and features.keys() == {one.name for one in inputs}:
+        features = [features[one.name] for one in inputs]
+    features = keras.tree.flatten(features)
+    for one, feature in zip(inputs, features, strict=False) if len(features) == len(inputs) else ():
+        if feature.dtype != tf.uint8 or not tf.as_dtype(one.dtype).is_floating:
+            continue
+        for layer in model.layers:
+            with contextlib.suppress(AttributeError, ValueError):  # called never, or several times
+                if layer.input is one and not isinstance(layer, keras.layers.InputLayer):
+                    _check_first(layer, model)
+        if warns and feature.shape.rank == 2:
+            logging.warning(
+                "features of model %s are uint8, of shape %s: ctl divides them by 255, as images; "
+                "to train on them as they are, give them as float32",
+                *(model.name, feature.shape),
+            )
+
+
+def _check_first(layer: keras.Layer, model: keras.Model) -> None:
+    """Refuses a first ``layer`` that takes uint8 features as they are."""
+    if isinstance(layer, keras.layers.Embedding):
+        raise UsageError(
+            f"layer {layer.name} of model {model.name} takes ids, and ctl divides uint8 features "
+            "by 255, as images, where the input is of floats: give keras.Input(..., "
+            "dtype='int32'), or ids of int32"
+        )
+    known = {keras.layers.Rescaling: "scale", keras.layers.Normalization: "mean"}
+    value = next((getattr(layer, known[kind]) for kind in known if isinstance(layer, kind)), None)
+    if value is None:
+        return
+    largest = float(np.max(np.abs(keras.ops.convert_to_numpy(value))))
+    if largest < _OF_BYTES if isinstance(layer, keras.layers.Rescaling) else largest > 1.0:
+        raise UsageError(
+            f"layer {layer.name} of model {model.name} scales features of 0 to 255, and so does "
+            "ctl with uint8 features: leave the layer out, give float32 features, or let "
+            "preprocess() of a step of your own (--step) return them as they are"
+        )
 
 
 def _check_rows(ids: np.ndarray, layer: keras.layers.Embedding, feature: str, where: str) -> None:

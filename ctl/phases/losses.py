@@ -81,6 +81,13 @@ _CROSS_ENTROPIES = (
     keras.losses.sparse_categorical_crossentropy,
 )
 
+# What to give for a model with several outputs.
+SEVERAL = (
+    "give one function as loss_fn, which adds their losses with their weights: lambda labels, "
+    "outputs: first(labels['a'], outputs['a']) + 0.5 * second(labels['b'], outputs['b']), one for "
+    "each example; self.log in a loss() of your own logs each"
+)
+
 _SPARSE = ("sparse_categorical_crossentropy", "sparsecategoricalcrossentropy")
 
 

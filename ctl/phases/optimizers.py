@@ -489,6 +489,12 @@ def make_groups(
         if not optimizer.built:
             with _filling():
                 optimizer.build(variables)
+        known = {id(variable) for variable in optimizer._trainable_variables}
+        if new := [variable.path for variable in variables if id(variable) not in known]:
+            raise UsageError(
+                f"optimizer {optimizer.name} was built for other variables than {new[0]}: make a "
+                "new optimizer for a new model"
+            )
     return groups
 
 

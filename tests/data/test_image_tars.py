@@ -60,6 +60,7 @@ def test_images_of_several_files(tmp_path, classes):
 
 def test_one_file_is_streamed_by_its_splits(tmp_path):
     write(tmp_path / "all.tar", shard(0, 20, ("a", "b")))
+    assert is_path("tips.xlsx") and not is_path("mnist:3.0.1") and not is_path("mine.py:load")
     assert is_path("all.tar") and not has_table(str(tmp_path / "all.tar"))
     files = Files(tmp_path / "all.tar", image_shape=(2, 2, 1))
     seen = []

@@ -172,8 +172,11 @@ def test_a_function_gets_the_keywords_that_it_declares():
     ("name", "message"),
     [
         ("demanding", "'batch_size'; it may take global_batch_size, seed, data_dir"),
-        ("single", r"must return two datasets, \(training, evaluation\), it returned InMemory"),
-        ("arrays", "a ndarray is not a dataset"),
+        (
+            "single",
+            r"must return two datasets, \(training, evaluation\), such .* returned InMemory",
+        ),
+        ("arrays", r"\(\(x, y\), \(x_test, y_test\)\); it returned two arrays"),
         ("gone", "has no class or function 'gone'"),
     ],
 )

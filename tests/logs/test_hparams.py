@@ -12,7 +12,7 @@ from tensorboard.plugins.hparams import api_pb2, metadata
 
 from ctl.errors import CtlError, Preempted, UsageError
 from ctl.logs.hparams import HParams, ending
-from ctl.logs.runs import is_best_high, read
+from ctl.logs.runs import mode_of_result, read
 
 FLAGS = {"optimizer": "adam", "learning_rate": 1e-3, "extend": False, "rates": ["1", "2"]}
 
@@ -66,13 +66,15 @@ def test_the_best_is_what_the_flags_say(tmp_path):
         ({"best_metric": "accuracy", "best_mode": "min", "early_stop": "up:5"}, {"accuracy": 2}),
         ({"best_metric": "accuracy", "best_mode": "max", "early_stop": "up:5"}, {"up": 2}),
         ({"best_metric": "auc", "best_mode": "max", "early_stop": "up:5:min"}, {"up": 1, "auc": 2}),
-        ({"best_metric": "mae", "best_mode": "max", "early_stop": None}, {"mae": 2, "up": 1}),
+        ({"best_metric": "mae", "best_mode": "max", "early_stop": None}, {"mae": 2, "up": 0}),
+        ({}, {"AUC": 2, "R2Score": 2, "acc": 2, "top1": 2, "MeanAbsoluteError": 1, "bleu": 0}),
         ({"early_stop": 5, "best_metric": []}, {"accuracy": 2}),
     ],
     ids=str,
 )
 def test_what_is_best(flags, names):
-    assert {name: 2 if is_best_high(name, flags) else 1 for name in names} == names
+    modes = {"min": 1, "max": 2, None: 0}
+    assert {name: modes[mode_of_result(name, flags)] for name in names} == names
 
 
 def test_a_pipe_in_the_place_of_a_log(tmp_path):

@@ -206,6 +206,25 @@ def test_an_evaluation_has_metrics_of_its_own():
         Loop(step, InMemory(examples(32), global_batch_size=16), evaluator=evaluator)
 
 
+def test_an_evaluation_of_another_model_is_warned_of(warnings_of):
+    trained, other = mlp(), mlp()
+    data = InMemory(examples(32), global_batch_size=16, training=False)
+    step = TrainStep(trained, keras.optimizers.SGD(0.1))
+    Loop(
+        step,
+        InMemory(examples(32), global_batch_size=16),
+        evaluator=Evaluator(EvalStep(trained), data),
+    )
+    assert not warnings_of()
+    step = TrainStep(trained, keras.optimizers.SGD(0.1))
+    Loop(
+        step,
+        InMemory(examples(32), global_batch_size=16),
+        evaluator=Evaluator(EvalStep(other), data),
+    )
+    assert f"the evaluation is of model {other.name}, which has no variable of" in warnings_of()[0]
+
+
 def test_a_class_has_one_label():
     def data(names, **options):
         info = DatasetInfo("folder", num_classes=CLASSES, class_names=names)

@@ -347,3 +347,45 @@ def test_labels_of_a_regression_that_are_not_standardized(caplog, values, says):
     labels.warn_of_scale(InMemory((features, np.array(values)), global_batch_size=2))
     assert caplog.text.count("WARNING") == bool(says)
     assert says is None or says in caplog.text
+
+
+FIRST = {
+    "an Embedding": (lambda: keras.layers.Embedding(9, 2), "takes ids, and ctl divides uint8 f"),
+    "Rescaling": (lambda: keras.layers.Rescaling(1 / 255), "scales features of 0 to 255, and so"),
+    "to -1 and 1": (lambda: keras.layers.Rescaling(1 / 127.5, -1), "scales features of 0 to 255"),
+    "Normalization": (
+        lambda: keras.layers.Normalization(mean=99.0, variance=9.0),
+        "scales features of 0 to 255, and so does ctl",
+    ),
+    "of 0 to 1": (lambda: keras.layers.Rescaling(2.0, -1.0), None),
+    "Dense": (lambda: keras.layers.Dense(2), None),
+}
+
+
+@pytest.mark.parametrize("kind", FIRST)
+def test_bytes_are_scaled_once(kind, warnings_of):
+    make, says = FIRST[kind]
+    images = np.arange(32, dtype=np.uint8).reshape(8, 2, 2) % 9
+    last = [keras.layers.Flatten(), keras.layers.Dense(3)]
+
+    def loop(features, dtype=None):
+        model = keras.Sequential([keras.Input([2, 2], dtype=dtype), make(), *last])
+        step = TrainStep(model, keras.optimizers.SGD(0.1))
+        return Loop(step, (features, np.zeros(8, int)), global_batch_size=4)
+
+    if says is None:
+        loop(images).train(1)
+    else:
+        with pytest.raises(UsageError, match=says):
+            loop(images)
+    loop(images.astype("float32")).train(1)  # as the message says
+    if kind == "an Embedding":
+        loop(images, "int32").train(1)
+    assert not warnings_of()
+
+
+def test_bytes_that_are_no_images_are_warned_of(warnings_of):
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3)])
+    table = np.arange(32, dtype=np.uint8).reshape(8, 4)
+    Loop(TrainStep(model, "sgd"), (table, np.zeros(8, int)), global_batch_size=4)
+    assert warnings_of()[0].startswith(f"features of model {model.name} are uint8, of shape")

@@ -192,15 +192,24 @@ def test_losses_of_several_outputs_are_one_function():
     inputs = keras.Input([3])
     outputs = {name: keras.layers.Dense(1, name=name)(inputs) for name in "ab"}
     model = keras.Model(inputs, outputs)
-    with pytest.raises(UsageError, match="loss_fn is a dict: of several outputs, give one func"):
+    with pytest.raises(UsageError, match="^loss_fn is a dict: give one function as loss_fn"):
         ctl.TrainStep(model, "sgd", {"a": "mse", "b": "mse"})
     labels = {"a": np.ones([4, 1], "float32"), "b": np.zeros([4, 1], "float32")}
+    data = np.eye(4, 3), labels
+    for given in ({}, {"loss_fn": "mse"}, {"loss_fn": keras.losses.MeanSquaredError()}):
+        with pytest.raises(UsageError, match=f"^model {model.name} has 2 outputs: give one funct"):
+            ctl.Loop(ctl.TrainStep(model, "sgd", **given), data, global_batch_size=4)
+    with pytest.raises(UsageError, match="^metrics is a dict: for metrics of several outputs"):
+        ctl.TrainStep(model, "sgd", "mse", metrics={"a": ["mae"]})
+    with pytest.raises(UsageError, match="^metric mae takes one output, and model .* has 2: in a"):
+        step = ctl.TrainStep(model, "sgd", lambda labels, outputs: 0.0, metrics=["mae"])
+        ctl.Loop(step, data, global_batch_size=4)
 
     def both(labels, outputs):
         a, b = (tf.square(labels[name] - outputs[name])[:, 0] for name in "ab")
         return a + 0.5 * b
 
-    loop = ctl.Loop(ctl.TrainStep(model, "sgd", both), (np.eye(4, 3), labels), global_batch_size=4)
+    loop = ctl.Loop(ctl.TrainStep(model, "sgd", both), data, global_batch_size=4)
     first = model(np.eye(4, 3))
     want = np.mean(both(labels, first))
     assert loop.train(1)["loss"] == pytest.approx(float(want), rel=1e-6)

@@ -212,6 +212,21 @@ def test_wrong_groups_are_refused():
     refused("clipnorm must not be set", lambda m, _: [(keras.optimizers.SGD(clipnorm=1.0), m)])
 
 
+def test_an_optimizer_of_another_model_is_refused():
+    optimizer, data = keras.optimizers.Adam(), (np.zeros([8, 5]), np.zeros([8, 2]))
+    for number in range(2):
+        model = keras.Sequential([keras.Input([5]), keras.layers.Dense(2, name=f"dense_{number}")])
+        step = TrainStep(model, optimizer, "mse")
+        if number == 0:
+            ctl.Loop(step, data, global_batch_size=4).train(1)
+            ctl.Loop(TrainStep(model, optimizer, "mse"), data, global_batch_size=4).train(1)
+            continue
+        with pytest.raises(
+            UsageError, match="built for other variables than .*dense_1/kernel: make"
+        ):
+            ctl.Loop(step, data, global_batch_size=4)
+
+
 def test_a_group_is_a_list_of_layers_and_variables_with_the_name_of_an_optimizer():
     layers = [keras.layers.Dense(units) for units in (4, 3, 2)]
     model = keras.Sequential([keras.Input([5]), *layers])
