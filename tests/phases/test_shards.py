@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import weakref
+from pathlib import Path
 from unittest import mock
 
 import keras
@@ -18,6 +20,7 @@ from tables_worker import IDS, ROWS, STEPS, examples, make
 from test_sparse_rows import assert_close, tied
 from worker_jobs import run_job
 
+from ctl.checkpoint import CheckpointManager
 from ctl.checkpoint.export import export_model
 from ctl.checkpoint.reader import Reader
 from ctl.errors import UsageError
@@ -104,24 +107,34 @@ def variables(loop) -> list[np.ndarray]:
     return [v.numpy() for group in loop.state.variables().values() for v in group]
 
 
-@pytest.fixture(scope="module")
-def split(mirrored, tmp_path_factory):
-    """A loop of split tables on two replicas that has trained, and saved step 5; and what it had
-    at the end."""
-    directory = str(tmp_path_factory.mktemp("split"))
-    loop = make(mirrored(2), "adamw", "on", "sharded", checkpoints=directory)
+@functools.cache
+def trained_split(strategy, directory: Path) -> tuple[Loop, list[np.ndarray]]:
+    loop = make(strategy, "adamw", "on", "sharded", checkpoints=CheckpointManager(directory))
     loop.train(5)
     loop.save(wait=True)
     loop.train(STEPS)
     loop.checkpoints.close()
-    return loop, directory, variables(loop)
+    return loop, variables(loop)
+
+
+@pytest.fixture(scope="module")
+def directory_of_split(tmp_path_factory):
+    return tmp_path_factory.mktemp("split")
+
+
+@pytest.fixture  # of a test, so that it trains as tests do: without XLA
+def split(mirrored, directory_of_split):
+    """A loop of split tables on two replicas that has trained, and saved step 5; and what it had at
+    the end."""
+    return trained_split(mirrored(2), directory_of_split)
 
 
 @pytest.mark.slow
-def test_a_resume_changes_no_bit(mirrored, split):
-    _, directory, whole = split
-    part = make(mirrored(2), "adamw", "on", "sharded", checkpoints=directory)
-    with part.checkpoints:
+def test_a_resume_changes_no_bit(mirrored, split, directory_of_split):
+    _, whole = split
+    checkpoints = CheckpointManager(directory_of_split)
+    part = make(mirrored(2), "adamw", "on", "sharded", checkpoints=checkpoints)
+    with checkpoints:
         assert part.restore().step == 5
         part.train(STEPS)
     for one, other in zip(variables(part), whole, strict=True):
@@ -153,7 +166,7 @@ def test_a_replica_holds_its_part_of_the_tables_and_of_their_slots(mirrored):
 @pytest.mark.slow
 def test_who_reads_a_table_finds_all_rows(mirrored, dense, split, tmp_path):
     """Another step, too, which takes the model over whole."""
-    loop, *_ = split
+    loop, _ = split
     model, want = loop.step.model, dense["adamw"]
     plain = tables_worker.three_lookups()
     plain.set_weights(want)
