@@ -23,6 +23,7 @@ from helpers import (
     largest_difference,
     make_loop,
     mlp,
+    network,
     precision,
     sgd,
     train,
@@ -345,19 +346,14 @@ def normalized_convolutions() -> keras.Model:
 
 
 def fragile() -> keras.Model:
-    """With no examples, its convolution gives a tensor of a wrong shape, whose gradient aborts the
-    process; of an example of zeros, its unit length makes NaN, and so do its gradients."""
+    """Of an example of zeros, its unit length makes NaN, and so do its gradients; with no examples,
+    its convolution gives a tensor of a wrong shape, whose gradient aborts the process."""
     layers = keras.layers
-    return keras.Sequential(
-        [
-            layers.Input([FEATURES]),
-            layers.Reshape([2, 2, 3]),
-            layers.Conv2D(4, 2, activation="tanh", use_bias=False),
-            layers.Flatten(),
-            layers.Dense(8, use_bias=False),
-            layers.Lambda(lambda x: x / tf.norm(x, axis=-1, keepdims=True)),
-            layers.Dense(CLASSES),
-        ]
+    return network(
+        layers.Lambda(lambda x: x / tf.norm(x, axis=-1, keepdims=True)),
+        layers.Reshape([2, 2, 3]),
+        layers.Conv2D(4, 2, activation="tanh"),
+        layers.Flatten(),
     )
 
 
