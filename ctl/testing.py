@@ -220,12 +220,12 @@ def _check_equal(one: _Training, several: _Training, steps: int, tolerance: floa
                 raise AssertionError(
                     f"{replicas} replicas do not equal one: {when}, {names[name]} differs by "
                     f"{difference:.2g}: "
-                    f"{_guess(several, before[name], wanted[name], found[name])}"
+                    f"{_guess(one, several, before[name], wanted[name], found[name])}"
                 )
         for name, one_replica in one.states[until].scalars.items():
             value = several.states[until].scalars[name]
             if "_per_second" not in name and not np.isclose(value, one_replica, 1e-3, 1e-5):
-                reason = _of_other_examples(several) if name == "loss" else None
+                reason = _of_other_examples(one, several) if name == "loss" else None
                 reason = reason or "does it count the examples of all replicas?"
                 raise AssertionError(
                     f"{replicas} replicas do not equal one: {when}, {name} is {value:.6g}, not "
@@ -241,7 +241,9 @@ def _check_equal(one: _Training, several: _Training, steps: int, tolerance: floa
     )
 
 
-def _guess(several: _Training, before: np.ndarray, wanted: np.ndarray, found: np.ndarray) -> str:
+def _guess(
+    one: _Training, several: _Training, before: np.ndarray, wanted: np.ndarray, found: np.ndarray
+) -> str:
     """What may be wrong if a variable was ``before``, and is ``found`` in place of ``wanted``."""
     replicas = several.replicas
     if reason := _own_optimizer(several):
@@ -255,23 +257,22 @@ def _guess(several: _Training, before: np.ndarray, wanted: np.ndarray, found: np
         )
     if abs(ratio * replicas - 1.0) < 0.02:
         return f"it has moved 1/{replicas} as far: is its gradient divided by the replicas?"
-    if several.evidence.draws_by_replica and _draws_matter(several):
+    if several.evidence.draws_by_replica and _draws_matter(one):
         return (
             "self.seed() gives each replica other random numbers, so N replicas need not equal "
             "one: make the noise 0 for this check (per_replica=False is enough for noise without "
             "an axis of examples); only if you cannot, give replicas=(), which leaves the check out"
         )
-    if reason := _of_other_examples(several):
+    if reason := _of_other_examples(one, several):
         return reason
     return "is a part of the step not a sum over examples, such as clipping before the reduce?"
 
 
-def _draws_matter(several: _Training) -> bool:
+def _draws_matter(one: _Training) -> bool:
     """Whether a first step with other numbers of ``self.seed()`` gives other weights."""
-    one, other = (_Training(several.make, 1) for _ in range(2))
+    other = _Training(one.make, 1)
     other.step.seeds.run += 1
-    for training in (one, other):
-        training.train(1)
+    other.train(1)
     values, others = (training.states[1].values for training in (one, other))
     return any(not np.array_equal(values[name], others[name]) for name in values)
 
@@ -286,13 +287,12 @@ def _own_optimizer(several: _Training) -> str | None:
     )
 
 
-def _of_other_examples(several: _Training) -> str | None:
-    loop = _made(several.make, 1)
-    batches = itertools.islice(_batches(loop.dataset), 4)
-    if not evidence.depends_on_others(loop.step, batches, several.replicas):
+def _of_other_examples(one: _Training, several: _Training) -> str | None:
+    batches = itertools.islice(_batches(one.loop.dataset), 4)
+    if not evidence.depends_on_others(one.step, batches, several.replicas):
         return None
     drawn = ""
-    if several.evidence.draws and _draws_matter(several):
+    if several.evidence.draws and _draws_matter(one):
         drawn = (
             "its random numbers depend on the number of examples, so make them 0 for this check "
             "(replicas=() leaves it out); or "

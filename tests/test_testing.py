@@ -16,7 +16,7 @@ from ctl.distributed import replicas
 from ctl.phases.losses import cross_entropy
 from ctl.step import TrainStep
 
-DRAWN = 4
+DRAWN = 2
 
 
 @pytest.mark.slow
@@ -66,13 +66,6 @@ def test_drawn_mistakes_of_drawn_methods():
         check_wrong(composed(mistake, RIGHT[method]), mistake)
 
 
-@pytest.mark.slow
-def test_a_loss_scale_beside_variables_of_each_replica():
-    method = RIGHT["truncated bptt"]
-    make = maker(method.kind, method.arrays, **method.options, loss_scale=True)
-    testing.check_step(make, replicas=(), steps=2)
-
-
 def test_the_lists_are_complete():
     assert len(RIGHT) == 14
     assert len(WRONG) >= 37
@@ -100,24 +93,17 @@ class DecaysTwice(TrainStep):
         return [g + 0.01 * v.value for g, v in pairs]
 
 
-class Forgets(TrainStep):
-    def backward(self, tape, loss, variables=None):
-        first, *rest = super().backward(tape, loss, variables)
-        return [tf.zeros_like(first), *rest]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [DecaysTwice, Forgets])
-def test_a_reference(kind):
-    testing.check_replicas_equal_one(maker(kind), 2, steps=2)  # which are all wrong alike
+def test_a_reference():
+    testing.check_replicas_equal_one(maker(DecaysTwice), 2, steps=2)  # which are all wrong alike
     with pytest.raises(AssertionError, match=r"differs from the reference by .* after 2 steps"):
-        testing.check_reference(maker(kind), plain, steps=2)
+        testing.check_reference(maker(DecaysTwice), plain, steps=2)
 
 
 @pytest.mark.slow
 def test_each_check_by_itself():
     testing.check_reduced_once(maker(), 2)
-    testing.check_one_trace(maker(), 2)
+    testing.check_one_trace(maker(), steps=2)
     with pytest.raises(AssertionError, match=WRONG["hidden state"].says):
         testing.check_resumed(wrong("hidden state"))
     with pytest.raises(AssertionError, match=WRONG["drawn alike"].says):
@@ -126,9 +112,7 @@ def test_each_check_by_itself():
 
 @pytest.mark.slow
 def test_a_step_that_is_right():
-    testing.check_step(maker(), replicas=[4], reference=plain)
-    noisy = maker(network=lambda: model(layers.Dropout(0.5), layers.BatchNormalization()))
-    testing.check_step(noisy, replicas=())
+    testing.check_step(maker(), replicas=[4], reference=plain, steps=3)
 
 
 class Noise(TrainStep):
@@ -149,15 +133,6 @@ class NoiseAlike(Noise):
     by_replica = False
 
 
-@pytest.mark.slow
-def test_noise_of_a_replica_is_named():
-    testing.check_step(maker(Noise), replicas=())
-    with pytest.raises(AssertionError, match="other random numbers, .*: make the noise 0 for this"):
-        testing.check_replicas_equal_one(maker(Noise), 2)
-    with pytest.raises(AssertionError, match="numbers depend on the number of examples, so make"):
-        testing.check_replicas_equal_one(maker(NoiseAlike), 2)
-
-
 class Contrasts(Noise):
     """The negatives are the other examples of one replica, which is wrong."""
 
@@ -173,8 +148,12 @@ class ContrastsWithoutNoise(Contrasts):
 
 
 @pytest.mark.slow
-def test_a_mistake_beside_noise_is_found_as_advised():
-    with pytest.raises(AssertionError, match="make the noise 0 for this check"):
+def test_noise_is_named_and_a_mistake_beside_it_is_found_as_advised():
+    noisy = maker(Noise, network=lambda: model(layers.Dropout(0.5), layers.BatchNormalization()))
+    testing.check_step(noisy, replicas=(), steps=2)
+    with pytest.raises(AssertionError, match="numbers depend on the number of examples, so make"):
+        testing.check_replicas_equal_one(maker(NoiseAlike), 2, steps=2)
+    with pytest.raises(AssertionError, match="other random numbers, .*: make the noise 0 for this"):
         testing.check_replicas_equal_one(maker(Contrasts), 2, steps=2)
     with pytest.raises(AssertionError, match="another loss among other examples: it uses a max"):
         testing.check_replicas_equal_one(maker(ContrastsWithoutNoise), 2, steps=2)

@@ -137,9 +137,8 @@ def data(operations: str = ALL, batch: int = 12, **options) -> Augmented:
 @pytest.mark.slow
 def test_replicas_and_a_later_start_change_no_bit(mirrored):
     whole = seen(mirrored(1), data(), 0, 9)  # two epochs and more
-    for replicas, start in ((2, 0), (4, 3)):
-        found = seen(mirrored(replicas), data(), start, 5)
-        tf.nest.map_structure(np.testing.assert_array_equal, found, whole[start : start + 5])
+    found = seen(mirrored(4), data(), 3, 5)
+    tf.nest.map_structure(np.testing.assert_array_equal, found, whole[3:8])
     labels = np.concatenate([labels for _, labels in whole])
     images = np.concatenate([images for images, _ in whole])
     first, second = (images[at][labels[at].argsort()] for at in (slice(50), slice(50, 100)))
@@ -209,16 +208,15 @@ def make(strategy, checkpoints=None, **options) -> ctl.Loop:
 
 @pytest.mark.slow
 def test_a_loop_sees_the_same_images_everywhere(mirrored):
-    """In blocks of steps, with micro-batches, and compiled by XLA."""
+    """In blocks of steps, with micro-batches on two replicas, and compiled by XLA on one."""
     sums = [
         [itemgetter("pixels", "labels", "accuracy")(loop.train(until)) for until in (3, 5, 11)]
         for loop in (
-            make(mirrored(1)),
             make(mirrored(2), accumulate_steps=2),
             make(mirrored(1), jit_compile=True),
         )
     ]
-    assert sums[0] == sums[1] == sums[2]
+    assert sums[0] == sums[1]
     assert len(set(sums[0])) == 3
 
 
@@ -251,7 +249,7 @@ def test_a_stream_has_the_images_of_data_in_memory(mirrored):
 
     wanted = by_epoch(seen(mirrored(1), data("crop:2,flip"), 0, 9), 0)
     arrays = data().arrays
-    for replicas, start in ((1, 0), (2, 3), (4, 0)):
+    for replicas, start in ((1, 0), (4, 3)):
         stream = Streaming(arrays, global_batch_size=12, seed=replicas)
         stream = Augmented(stream, "crop:2,flip", seed=5)
         found = by_epoch(seen(mirrored(replicas), stream, start, 4), start)

@@ -81,11 +81,8 @@ def reference(model, judge) -> None:
 @pytest.mark.parametrize(
     ("replicas", "options"),
     [
-        (1, {"jit_compile": True}),
-        (2, {"accumulate_steps": 2}),
         (2, {"jit_compile": True}),
-        (2, {"loss_scale": True}),
-        (4, {}),
+        (4, {"accumulate_steps": 2, "loss_scale": True}),
     ],
 )
 def test_two_losses_equal_plain_tensorflow(mirrored, replicas, options):

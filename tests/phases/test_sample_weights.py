@@ -79,7 +79,6 @@ def of_examples() -> np.ndarray:
 @pytest.mark.parametrize(
     ("replicas", "class_weight", "options"),
     [
-        (1, True, {}),
         (1, False, {"jit_compile": True}),
         (2, True, {"accumulate_steps": 3}),
         (4, False, {"loss_scale": True}),
@@ -119,8 +118,8 @@ def test_equals_fit_and_evaluate_of_keras(mirrored, replicas, class_weight, opti
 
 
 def drawn(kind: str) -> np.ndarray:
-    """Weights of which half are 0, and those of the first share of each batch: a mask, of any size,
-    or of any sign, whose sum in the first batch is 0."""
+    """Weights of which half are 0, and those of the first share of each batch: of any size, or of
+    any sign, whose sum in the first batch is 0."""
     random = np.random.default_rng(5)
     weights = random.integers(0, 2, COUNT).astype(np.float32)
     weights *= np.arange(COUNT) % BATCH >= BATCH // 4
@@ -160,11 +159,8 @@ def reference(kind: str, weighting: str, class_weight: bool = False) -> tuple:
 @pytest.mark.parametrize(
     ("replicas", "kind", "weighting", "options"),
     [
-        (1, "signed", "examples", {"class_weight": OF_CLASSES}),
         (2, "sized", "examples", {"accumulate_steps": 3}),
-        (2, "mask", "sum_of_weights", {}),
-        (4, "mask", "examples", {"class_weight": OF_CLASSES}),
-        (4, "signed", "examples", {}),
+        (4, "signed", "examples", {"class_weight": OF_CLASSES}),
         (4, "sized", "sum_of_weights", {"class_weight": OF_CLASSES, "accumulate_steps": 2}),
     ],
     ids=str,

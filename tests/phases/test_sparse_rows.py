@@ -547,4 +547,4 @@ def test_the_checks_of_a_step_hold(mirrored):
     def make_loop(strategy, checkpoints):
         return make(strategy, checkpoints=checkpoints)
 
-    check_step(make_loop)
+    check_step(make_loop, replicas=[2], steps=3)

@@ -518,7 +518,8 @@ RIGHT = {
     ),
     "r-drop": Method(RDrop, None, {"network": lambda: model(layers.Dropout(0.3))}),
     "scheduled sampling": Method(ScheduledSampling, WORDS, {"network": sequence_to_sequence}),
-    "truncated bptt": Method(TruncatedBPTT, stream, {"network": recurrent}),
+    # With a loss scale beside a variable of each replica.
+    "truncated bptt": Method(TruncatedBPTT, stream, {"network": recurrent, "loss_scale": True}),
     "wgan-gp": Method(
         WGANGP,
         (numbers(COUNT, FEATURES), (numbers(COUNT, WIDTH, seed=8), chances(1))),
