@@ -198,11 +198,12 @@ def other_state(model: keras.Model) -> list[keras.Variable]:
 def drawing_alike(model: keras.Model, parts: int | tf.Tensor, most: int) -> Iterator[None]:
     """Keeps the Dropout seeds of all replicas in step while each calls ``model`` ``parts`` times.
 
-    An integer ``parts`` is the same on every replica. A tensor may differ between replicas, up to
-    ``most``; the seeds then end as if ``model`` had been called ``most`` times. After a restore,
-    `offset_dropout_seeds` can therefore derive every seed from the seed of replica 0.
+    ``parts`` may differ between replicas, up to ``most``; the seeds end as if ``model`` had been
+    called ``most`` times. After a restore, `offset_dropout_seeds` can therefore derive every seed
+    from the seed of replica 0.
     """
-    seeds = [] if isinstance(parts, int) else dropout_seeds(model)
+    always_most = isinstance(parts, int) and parts == most
+    seeds = [] if always_most else dropout_seeds(model)
     before = [seed.read_value() for seed in seeds]
     yield
     for seed, old in zip(seeds, before, strict=True):
