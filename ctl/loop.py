@@ -471,7 +471,7 @@ class Loop:
         if self.feed is None:
             self.feed = self.steps.open(self.global_step)  # the workers have not agreed on it yet
         report = self._pace.worker_report(False, False)
-        with LEDGER.spend("compile"):
+        with LEDGER.spend("compile"), translate_trace_errors(self.step):
             graph = self.steps.run.get_concrete_function(
                 self.feed, tf.constant(1), report, self.step.trace_key
             )

@@ -60,6 +60,11 @@ def test_what_tensorflow_refuses_is_one_line(mirrored, options, says):
         make_loop(mirrored(2), **options).train(1)
 
 
+def test_what_makes_a_variable_is_said_where_a_step_is_only_traced():
+    with pytest.raises(UsageError, match="^Unseeded makes a variable while it is traced: "):
+        make_loop(step_class=Unseeded).traced()
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_summary_in_a_step_is_refused(replicas, mirrored, tmp_path):
     class Writes(TrainStep):
