@@ -46,7 +46,7 @@ from ctl.phases.checks import (
 from ctl.phases.losses import cross_entropy
 from ctl.phases.norms import global_norm
 from ctl.phases.observer import NO_OBSERVER, Observer
-from ctl.phases.optimizers import Optimizers, are_plain, from_name
+from ctl.phases.optimizers import Optimizers, are_plain, check_built_for, from_name
 from ctl.phases.plan.plan import TableWay
 from ctl.phases.seeds import Seeds
 from ctl.phases.sparse_rows import Tables, split_tables
@@ -196,6 +196,8 @@ class TrainStep(BaseStep):
                     jit_update=self.jit_update,
                 )
             self.tables = self.updater.tables = Tables(self, shards)
+        if not self.overrides("apply"):
+            check_built_for(self.updater.groups)
         check_unsynchronized(self)
         self.per_replica_variables.create(strategy, self.unsynchronized_variables())
         self.trainable_variables = [v.value for v in self.updater.trainable_variables]

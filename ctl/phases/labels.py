@@ -72,12 +72,19 @@ def check_one_output(loss_fn: Any, metrics: Sequence[keras.metrics.Metric], mode
         return
     if loss_fn.__module__.startswith(("keras.", losses.__name__)):
         raise UsageError(f"model {model.name} has {len(outputs)} outputs: {losses.SEVERAL}")
-    if metrics:
+    of_one = [metric for metric in metrics if not _is_of_user(metric)]
+    if of_one:
         raise UsageError(
-            f"metric {metrics[0].name} takes one output, and model {model.name} has "
+            f"metric {of_one[0].name} takes one output, and model {model.name} has "
             f"{len(outputs)}: in a class of your own, update it in update_metrics(), with "
             "labels['a'] and outputs['a'], or call self.log in loss()"
         )
+
+
+def _is_of_user(metric: keras.metrics.Metric) -> bool:
+    kind = type(metric)
+    wraps = kind is keras.metrics.MeanMetricWrapper  # a function, which may take all outputs
+    return wraps or not kind.__module__.startswith(("keras.", "ctl."))
 
 
 def check_from_logits(loss_fn: Any, model: keras.Model) -> None:

@@ -489,13 +489,19 @@ def make_groups(
         if not optimizer.built:
             with _filling():
                 optimizer.build(variables)
+    return groups
+
+
+def check_built_for(groups: Sequence[Group]) -> None:
+    """Raises `UsageError` if an optimizer was built for other variables, as for those of an earlier
+    model."""
+    for optimizer, variables, _ in groups:
         known = {id(variable) for variable in optimizer._trainable_variables}
         if new := [variable.path for variable in variables if id(variable) not in known]:
             raise UsageError(
                 f"optimizer {optimizer.name} was built for other variables than {new[0]}: make a "
                 "new optimizer for a new model"
             )
-    return groups
 
 
 @contextlib.contextmanager
