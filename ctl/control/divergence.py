@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
 from absl import logging
@@ -96,7 +96,7 @@ class Divergence:
                 step.check_labels(self._dataset, bad)
         return bad
 
-    def _end(self, what: str, remedy: str = _REMEDY) -> None:
+    def _end(self, what: str, remedy: str = _REMEDY) -> NoReturn:
         good = None
         if self._checkpoints:
             try:
@@ -109,6 +109,9 @@ class Divergence:
         elif remedy == _REMEDY and can_be_eager(self._step.strategy):
             again = "from there" if good else "again"
             remedy += f"; train {again} with --eager (eager=True) to see which operation makes it"
-        raise DivergedError(
-            f"{what}; last good checkpoint: {good.path if good else 'none'}; {remedy}"
+        workers.raise_together(
+            self._step.strategy,
+            DivergedError(
+                f"{what}; last good checkpoint: {good.path if good else 'none'}; {remedy}"
+            ),
         )
