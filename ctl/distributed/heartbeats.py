@@ -86,6 +86,9 @@ class Heartbeats:
     The exception that leaves the context, or its absence, sets the exit code of this process. When
     this process ends, it ends all other tasks with the same code.
 
+    Attributes:
+        workers: the names of all workers of the job.
+
     Args:
         tasks: the tasks of the job.
         worker_timeout: seconds to wait for a worker when none is left.

@@ -414,7 +414,7 @@ class BaseStep(AutographMethods):
                 labels.check_scaled(self.model, dataset, warns=self.training)
             labels.check_ids(self.model, dataset, step)
         if labels.takes_classes(loss_fn):
-            labels.check_several_outputs(self.model)
+            labels.check_has_classes(self.model)
             labels.check_labels(labels.CROSS_ENTROPY, self.model, dataset, step)
         if labels.takes_binary(loss_fn):
             labels.check_labels(labels.BINARY, self.model, dataset, step)

@@ -351,34 +351,28 @@ def translate_trace_errors(step: Any) -> Iterator[None]:
     traced, and XLA cannot compile it."""
     try:
         yield
+    except tf.errors.OpError as error:
+        if not (found := _NOT_OF_XLA.search(error.message)):
+            raise
+        if found[1].startswith("DebugNumericSummary"):
+            raise UsageError(
+                "XLA cannot compile what tf.debugging.enable_check_numerics adds: leave it out, "
+                "and give eager=True (--eager), which names the operation that makes a NaN; or "
+                "make the step with jit_update=False and jit_compile=False"
+            ) from error
+        raise UsageError(
+            f"XLA cannot compile {found[1]}: if the update has it, as in a constraint, make the "
+            "step with jit_update=False; else give jit_compile=False (--jit_compile=off)"
+        ) from error
     except Exception as error:
-        # The second is what TensorFlow raises where the function is only traced.
         made = isinstance(error, ValueError) and "singleton tf.Variables" in str(error)
-        if not (made or type(error).__name__ == "UnliftableError"):
-            _translate_error_of_xla(error)
+        if not made and type(error).__name__ != "UnliftableError":  # of a graph that does not run
             raise
         raise UsageError(
             f"{type(step).__name__} makes a variable while it is traced: make layers and variables "
             "in __init__. keras.random makes one where no seed is given: give it seed=self.seed(), "
             "or a keras.random.SeedGenerator made in __init__"
         ) from error
-
-
-def _translate_error_of_xla(error: Exception) -> None:
-    """Raises a `UsageError` if ``error`` says what XLA cannot compile."""
-    found = isinstance(error, tf.errors.OpError) and _NOT_OF_XLA.search(error.message)
-    if not found:
-        return
-    if found[1].startswith("DebugNumericSummary"):
-        raise UsageError(
-            "XLA cannot compile what tf.debugging.enable_check_numerics adds: leave it out, "
-            "and give eager=True (--eager), which names the operation that makes a NaN; or "
-            "make the step with jit_update=False and jit_compile=False"
-        ) from error
-    raise UsageError(
-        f"XLA cannot compile {found[1]}: if the update has it, as in a constraint, make the "
-        "step with jit_update=False; else give jit_compile=False (--jit_compile=off)"
-    ) from error
 
 
 @contextlib.contextmanager

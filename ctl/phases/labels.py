@@ -32,7 +32,7 @@ def check_outputs(loss: str, model: keras.Model, classes: Iterable[int] = ()) ->
     if type(shape) is not tuple or not model.layers:
         return
     if loss == CROSS_ENTROPY:
-        check_several_outputs(model)
+        check_has_classes(model)
     most = max(classes, default=0)
     if len(shape) == 2 and shape[1] and most >= max(shape[1], 2):
         raise UsageError(
@@ -52,7 +52,7 @@ def check_outputs(loss: str, model: keras.Model, classes: Iterable[int] = ()) ->
 _OF_BYTES = 0.05
 
 
-def check_several_outputs(model: keras.Model) -> None:
+def check_has_classes(model: keras.Model) -> None:
     """Raises `UsageError` if a functional or sequential ``model`` has one output, for a cross
     entropy of classes."""
     shape: Any = getattr(model, "output_shape", None)
@@ -280,18 +280,35 @@ def check_ids(model: keras.Model, dataset: Any, step: int | None = None) -> None
     inputs = getattr(model, "inputs", None)
     if not isinstance(batch, tuple | list) or not inputs:
         return
-    features = batch[0]
+    for one, ids in _by_input(batch[0], inputs):
+        for layer in _layers_that_take(one, model):
+            is_scaled = ids.dtype == np.uint8 and tf.as_dtype(one.dtype).is_floating
+            if is_scaled or not isinstance(layer, keras.layers.Embedding):  # see `check_scaled`
+                continue
+            feature = f"feature {one.name} of " if len(inputs) > 1 else ""
+            with contextlib.suppress(AttributeError, ValueError):  # NumPy has no such array
+                _check_rows(np.asarray(ids), layer, feature, where)
+
+
+def _by_input(features: Any, inputs: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Each of the ``inputs`` of a model with its feature, unless that is None; empty if there are
+    others of these."""
     if isinstance(features, dict) and features.keys() == {one.name for one in inputs}:
         features = [features[one.name] for one in inputs]  # as Keras does for a list of inputs
     features = keras.tree.flatten(features)
-    for layer in model.layers if len(features) == len(inputs) else ():
-        for one, ids in zip(inputs, features, strict=True):
-            with contextlib.suppress(AttributeError, ValueError):  # called never, or several times
-                if isinstance(layer, keras.layers.Embedding) and layer.input is one:
-                    is_scaled = ids.dtype == np.uint8 and tf.as_dtype(one.dtype).is_floating
-                    if not is_scaled:  # see `ctl.phases.base_step.scale_images`
-                        feature = f"feature {one.name} of " if len(inputs) > 1 else ""
-                        _check_rows(np.asarray(ids), layer, feature, where)
+    if len(features) != len(inputs):
+        return []
+    return [pair for pair in zip(inputs, features, strict=True) if hasattr(pair[1], "dtype")]
+
+
+def _layers_that_take(one: Any, model: keras.Model) -> Iterator[keras.Layer]:
+    """The layers of ``model`` whose input is ``one``, an input of the model."""
+    for layer in model.layers:
+        taken = None
+        with contextlib.suppress(AttributeError, ValueError):  # called never, or several times
+            taken = layer.input
+        if taken is one and not isinstance(layer, keras.layers.InputLayer):
+            yield layer
 
 
 def check_scaled(model: keras.Model, dataset: Any, warns: bool) -> None:
@@ -305,17 +322,11 @@ def check_scaled(model: keras.Model, dataset: Any, warns: bool) -> None:
     spec, inputs = batch_spec(dataset), getattr(model, "inputs", None)
     if not local_batch.has_parts(spec) or not inputs:
         return
-    features = spec[0]
-    if isinstance(features, dict) and features.keys() == {one.name for one in inputs}:
-        features = [features[one.name] for one in inputs]
-    features = keras.tree.flatten(features)
-    for one, feature in zip(inputs, features, strict=False) if len(features) == len(inputs) else ():
+    for one, feature in _by_input(spec[0], inputs):
         if feature.dtype != tf.uint8 or not tf.as_dtype(one.dtype).is_floating:
             continue
-        for layer in model.layers:
-            with contextlib.suppress(AttributeError, ValueError):  # called never, or several times
-                if layer.input is one and not isinstance(layer, keras.layers.InputLayer):
-                    _check_first(layer, model)
+        for layer in _layers_that_take(one, model):
+            _check_first(layer, model)
         if warns and feature.shape.rank == 2:
             logging.warning(
                 "features of model %s are uint8, of shape %s: ctl divides them by 255, as images; "
