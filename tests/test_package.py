@@ -400,3 +400,16 @@ def test_lazy_names():
             assert getattr(package, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'Lop'"):
         ctl.Lop  # noqa: B018
+
+
+def test_the_top_level_is_that_of_the_project():
+    """What a trial leaves in a checkout is not committed."""
+    if not (ROOT / ".git").exists() or not shutil.which("git"):
+        pytest.skip("this is no checkout of git")
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    names = {name.split("/")[0] for name in listed.stdout.splitlines()}
+    known = {"setup.cfg", "setup.py", "ctl", "tests", "benchmarks"}
+    known |= {"README.md", "LICENSE", "CONTRIBUTING.md"}
+    assert {name for name in names if not name.startswith(".")} == known
