@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from networks import WORKERS, bad_link, connect, run, two_namespaces
 from test_multi_worker import assert_equal, one_device
-from worker_jobs import codes, last_line, run_job, said
+from worker_jobs import assert_codes, last_line, run_job, said
 
 pytestmark = pytest.mark.slow  # starts processes
 
@@ -43,7 +43,7 @@ def test_a_link_that_goes_away(job, tmp_path, namespaces):
         began = time.monotonic()
         assert not run("ip", "-n", namespaces[1], "link", "set", "wire", "down").returncode
         (tmp_path / "go").touch()
-        assert codes(processes) == [5, 5], said(tmp_path, 0)[-2000:]
+        assert_codes(tmp_path, processes, [5, 5])
         assert time.monotonic() - began < 40
     for index in range(2):
         words = rf"worker {index} of 2: .* after step 1\d (timed out|broke off).*worker {1 - index}"

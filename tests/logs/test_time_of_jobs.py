@@ -10,7 +10,7 @@ import time
 import pytest
 from paths import SUPPORT
 from runs import records
-from worker_jobs import codes, run_job, said
+from worker_jobs import assert_codes, run_job
 
 from ctl.logs.ledger import Start, read, spans, spent
 
@@ -42,11 +42,11 @@ def nearly(seconds: float, start: Start):
 def test_planted_losses_are_found_where_they_were_put(job, tmp_path):
     began = time.time()
     with job(tmp_path, "kill=yes", workers=1, program=PROGRAM) as processes:
-        assert codes(processes) == [-signal.SIGKILL], said(tmp_path, 0)[-2000:]
+        assert_codes(tmp_path, processes, [-signal.SIGKILL])
     time.sleep(PAUSE)
     again = time.time()
     with job(tmp_path, workers=1, program=PROGRAM) as processes:
-        assert codes(processes) == [0], said(tmp_path, 0)[-2000:]
+        assert_codes(tmp_path, processes, [0])
     starts = read(tmp_path)[0]
     assert [start.end for start in starts] == ["", "done"]
     assert began < starts[0].began < again < starts[1].began and starts[1].ended < time.time()

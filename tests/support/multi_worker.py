@@ -79,6 +79,15 @@ def left(strategy: tf.distribute.Strategy, step: Own) -> np.ndarray:
     return np.stack([v.numpy() for v in strategy.experimental_local_results(step.left)])
 
 
+def names_of_threads() -> list[str]:
+    """The threads of this process, but those that end in the meantime."""
+    names = []
+    for thread in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            names.append(thread.read_text().strip())
+    return names
+
+
 class Faulty:
     """An action of one worker that does what can go wrong, once, at a step."""
 
@@ -313,7 +322,7 @@ def train(
         rows=Noted.rows,
         left=left(strategy, step) if "state" in OPTIONS else 0.0,
         logged=[logged.get(name, 0.0) for name in ("noise", "largest", "first", "learning_rate_2")],
-        threads=[thread.read_text().strip() for thread in Path("/proc/self/task").glob("*/comm")],
+        threads=names_of_threads(),
     )
     ctl.workers.leave_together(strategy)
 

@@ -69,12 +69,18 @@ def codes(processes: list[Command]) -> list[int]:
     return [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
 
 
+def assert_codes(out: Path, processes: list[Command], expected: list[int]) -> None:
+    """Waits for the workers of a job; each must end with its code."""
+    for index, (code, right) in enumerate(zip(codes(processes), expected, strict=True)):
+        assert code == right, f"worker {index} ended with {code}: {said(out, index)[-2000:]}"
+
+
 def run_job(
     job: Callable, out: Path, *options: str, workers: int = 2, code: int = 0, **more
 ) -> None:
     """Runs a job (the fixture) to its end; all workers must end with ``code``."""
     with job(out, *options, workers=workers, **more) as processes:
-        assert codes(processes) == [code] * workers, said(out, 0)[-2000:]
+        assert_codes(out, processes, [code] * workers)
 
 
 def finished(out: Path, workers: int) -> list[dict[str, np.ndarray]]:
