@@ -82,9 +82,9 @@ def refuses_foreign(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def refuse_argument_of_step(kind: type, name: str, options: Iterable[str]) -> NoReturn:
-    """Raises the error for an argument that a step of the class ``kind`` does not have: `UsageError`
-    if it is one of `OF_STEPS` or `ARGUMENTS`, else `TypeError` with the closest name. ``options``:
-    the arguments that no ``__init__`` names."""
+    """Raises the error for an argument that a step of the class ``kind`` does not have:
+    `UsageError` if it is one of `OF_STEPS` or `ARGUMENTS`, else `TypeError` with the closest name.
+    ``options``: the arguments that no ``__init__`` names."""
     of_loop = {one: advice for one, advice in ARGUMENTS.items() if advice is not _STEP}
     if advice := (of_loop | OF_STEPS).get(name):
         raise UsageError(f"{kind.__name__} has no argument {name}: {advice.format(name=name)}")

@@ -76,9 +76,9 @@ class BaseStep(AutographMethods):
         self,
         model: keras.Model | Mapping[str, keras.Model],
         loss_fn: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | str = losses.cross_entropy,
-        metrics: Sequence[keras.metrics.Metric | str] = (),
+        metrics: Sequence[keras.metrics.Metric | str] | None = (),
         *,
-        weighted_metrics: Sequence[keras.metrics.Metric | str] = (),
+        weighted_metrics: Sequence[keras.metrics.Metric | str] | None = (),
         weighting: str = "examples",
         **own: Any,
     ):
@@ -420,13 +420,8 @@ class BaseStep(AutographMethods):
             labels.check_labels(labels.BINARY, self.model, dataset, step)
         if loss_fn not in labels.CHECKED:
             return
-        if step is None:
-            try:
-                labels.check_outputs(loss_fn.__name__, self.model, self.class_weight or ())
-            except UsageError as error:
-                if self.training:
-                    raise
-                logging.warning("the loss of the evaluation means nothing: %s", error)
+        if step is None and self.training:
+            labels.check_outputs(loss_fn.__name__, self.model, self.class_weight or ())
         labels.check_labels(loss_fn.__name__, self.model, dataset, step)
 
     def log(self, name: str, value: tf.Tensor | float, reduce: str = "mean") -> None:

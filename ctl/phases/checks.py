@@ -21,7 +21,7 @@ from ctl.distributed import local_batch, replicas
 from ctl.distributed.replica_variables import ReplicaVariables
 from ctl.errors import CtlError, UsageError
 from ctl.phases import losses
-from ctl.phases.labels import CROSS_ENTROPY, batch_spec, check_outputs
+from ctl.phases.labels import CHECKED, CROSS_ENTROPY, batch_spec, check_outputs
 from ctl.phases.logged import Logged
 from ctl.phases.metrics import check_given, takes_logits
 from ctl.phases.penalties import codes, names
@@ -453,6 +453,18 @@ def _warn_of_another_model(step: Any, evaluator: Any) -> None:
         )
 
 
+def warn_of_outputs(evaluation: Any) -> None:
+    """Warns if the model of ``evaluation`` ends in what its loss applies itself. A training refuses
+    such a model; the metrics of an evaluation may still be right."""
+    function: Any = getattr(evaluation.loss_fn, "func", evaluation.loss_fn)
+    if function not in CHECKED or replaces_loss(evaluation):
+        return
+    try:
+        check_outputs(function.__name__, evaluation.model)
+    except UsageError as error:
+        logging.warning("the loss of the evaluation means nothing: %s", error)
+
+
 def _warn_of_another_loss(step: Any, evaluation: Any) -> None:
     """Warns if ``evaluation`` has the loss of who gives none, and the training has another."""
     trained = step.loss_fn
@@ -461,7 +473,7 @@ def _warn_of_another_loss(step: Any, evaluation: Any) -> None:
     if evaluation.loss_fn is losses.cross_entropy and not alike and not own:
         try:
             check_outputs(CROSS_ENTROPY, evaluation.model)
-        except UsageError:  # the evaluator has said so
+        except UsageError:  # see `warn_of_outputs`
             return
         name = getattr(trained, "name", None) or getattr(trained, "__name__", "another function")
         logging.warning(

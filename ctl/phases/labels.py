@@ -21,7 +21,11 @@ from ctl.phases import losses
 
 CHECKED = (losses.cross_entropy, losses.binary_cross_entropy)
 CROSS_ENTROPY, BINARY = (loss.__name__ for loss in CHECKED)
-_ACTIVATIONS = {CROSS_ENTROPY: "softmax", BINARY: "sigmoid"}
+# The activation that each of them applies itself, and Keras's loss of what it gives.
+_ACTIVATIONS = {
+    CROSS_ENTROPY: ("softmax", "sparse_categorical_crossentropy"),
+    BINARY: ("sigmoid", "binary_crossentropy"),
+}
 
 
 def check_outputs(loss: str, model: keras.Model, classes: Iterable[int] = ()) -> None:
@@ -39,12 +43,12 @@ def check_outputs(loss: str, model: keras.Model, classes: Iterable[int] = ()) ->
             f"class_weight has the class {most}, but the model has {shape[1]} outputs: number the "
             "classes from 0"
         )
-    (last, applied), activation = losses.last_of(model), _ACTIVATIONS[loss]
+    (last, applied), (activation, of_probabilities) = losses.last_of(model), _ACTIVATIONS[loss]
     if applied is getattr(keras.activations, activation):
         raise UsageError(
             f"model {model.name} ends in a {activation} (layer {last.name}), and {loss} takes "
-            "logits, to which it applies that itself: leave the activation out, or give a loss for "
-            "probabilities (to ctl.EvalStep, too)"
+            "logits, to which it applies that itself: leave the activation out, or give "
+            f"--loss={of_probabilities} (loss_fn= in Python, to ctl.EvalStep, too)"
         )
 
 

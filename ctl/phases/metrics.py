@@ -37,8 +37,10 @@ def _matches(labels: Any, outputs: Any, threshold: float) -> Any:
 
 def from_names(metrics: Any, logits: bool | None, one_hot: bool) -> Any:
     """Returns a list of metrics in which those that are names are made. Call it inside
-    ``strategy.scope()``. What is no list or tuple is returned as it is. For the others, see
-    `from_name`."""
+    ``strategy.scope()``. None is an empty list, and what else is no list or tuple is returned as it
+    is. For the others, see `from_name`."""
+    if metrics is None:
+        return []
     if isinstance(metrics, str) or not isinstance(metrics, Sequence):
         return metrics
     return [from_name(one, logits, one_hot) if isinstance(one, str) else one for one in metrics]

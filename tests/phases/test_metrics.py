@@ -71,6 +71,9 @@ def test_steps_take_names():
     model = keras.Sequential([keras.Input([2]), keras.layers.Dense(3)])
     step = ctl.TrainStep(model, "adam", metrics=["accuracy", "mse"], weighted_metrics=["acc"])
     assert [metric.name for metric in step.given_metrics] == ["accuracy", "mse", "acc"]
+    none = {"metrics": None, "weighted_metrics": None}  # as Keras's compile() has them
+    for plain in (ctl.TrainStep(model, "adam", **none), ctl.EvalStep(model, **none)):
+        assert plain.given_metrics == []
     evaluates = ctl.EvalStep(model, "mse", ["mae", keras.metrics.Mean("mean")])
     assert [metric.name for metric in evaluates.given_metrics] == ["mae", "mean"]
     for given, says in {
