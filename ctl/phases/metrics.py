@@ -181,12 +181,18 @@ def update_metric(metric: keras.metrics.Metric, labels: Any, outputs: Any, weigh
         two = list(outputs.shape[1:]) == [2] and labels.shape.rank == 1
         raise UsageError(
             f"metric {metric.name} takes no labels of shape {list(labels.shape)} with outputs of "
-            f"shape {list(outputs.shape)}: choose another, or give an object that makes them alike"
-            f"{_ONE_OUTPUT if two else ''}"
+            f"shape {list(outputs.shape)}: {_ONE_OUTPUT if two else _OTHERS}"
         ) from error
 
 
-_ONE_OUTPUT = "; for two classes, train one output with --loss=binary_cross_entropy (loss_fn=)"
+_ONE_OUTPUT = (
+    "for two classes, give --loss=binary_cross_entropy, with which models of ctl have one output "
+    "(in Python, loss_fn= and a model with one output)"
+)
+_OTHERS = (
+    "give accuracy or sparse_top_k_categorical_accuracy, which take classes, or an object that "
+    "makes them alike (--metrics=package.module:function, which makes it)"
+)
 
 
 _THRESHOLD = (keras.metrics.BinaryAccuracy, keras.metrics.BinaryIoU)
