@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,17 +14,13 @@ from typing import Any
 
 from ctl.base import durable
 from ctl.base.actions import CONTEXT
-from ctl.base.best import Mode, known_mode
+from ctl.base.best import Mode, known_mode, usual_mode
 from ctl.base.curves import Curve
 from ctl.errors import UsageError
 from ctl.flags import config
 from ctl.flags.defaults import early_stop_parts
 
 _LONGEST = 1 << 20  # bytes of a line
-
-# Names of metrics of which the highest, or the lowest, is the best.
-_HIGH = re.compile(r"acc|auc|precision|recall|f1|fbeta|r2|iou|top_?[k\d]")
-_LOW = re.compile(r"loss|error|entropy|perplexity|nll|ms[el]|ma[ep]|divergence")
 
 # Flags that say where and how a run was started, and nothing of what it computes.
 NOT_COMPARED = frozenset(
@@ -151,11 +146,8 @@ def mode_of_result(name: str, flags: Mapping[str, Any]) -> Mode | None:
         mode = own
     elif name != best and not (name == stops and known_mode(best)):
         mode = None  # --best_mode is of another
-    if mode := known_mode(name) or mode:
-        return "max" if mode == "max" else "min"
-    low = name.rpartition("/")[2].lower()
-    is_high, is_low = bool(_HIGH.search(low)), bool(_LOW.search(low))
-    return None if is_high == is_low else "max" if is_high else "min"
+    mode = known_mode(name) or mode or usual_mode(name)
+    return mode and ("max" if mode == "max" else "min")
 
 
 def read(path: Path) -> Run:

@@ -105,7 +105,7 @@ WRONG = [
     ),
     (("--class_weight=0:few",), "--class_weight of class 0 must be a number above 0, not nan"),
     (("--profile_steps=0:10",), "'0:10' is not a window of steps"),
-    (("--best_metric=f1",), "--best_metric=f1: add --best_mode=max or --best_mode=min"),
+    (("--best_metric=bleu",), "--best_metric=bleu: add --best_mode=max or --best_mode=min"),
     (("--loss=msee",), "unknown loss 'msee': did you mean 'mse'. .*, or package.module:function"),
     (("--loss=mean_squared_error", "--label_smoothing=0.1"), "--label_smoothing is for --loss=c"),
     (("--log_dir=logs",), "Unknown command line flag 'log_dir': ctl calls it --model_dir"),
@@ -118,10 +118,10 @@ WRONG = [
         "--early_stop=val_loss:3: it takes results of evaluations, by their names: write "
         "--early_stop=loss:3",
     ),
-    (("--early_stop=f1:3",), "--early_stop=f1:3: write f1:3:max or f1:3:min, as is best"),
+    (("--early_stop=bleu:3",), "--early_stop=bleu:3: write bleu:3:max or bleu:3:min, as is best"),
     (
-        ("--best_metric=auc", "--best_mode=max", "--early_stop=mae:3"),
-        "--early_stop=mae:3: write mae:3:max or mae:3:min, as is best",
+        ("--best_metric=auc", "--best_mode=max", "--early_stop=wer:3"),
+        "--early_stop=wer:3: write wer:3:max or wer:3:min, as is best",
     ),
     (("--early_stop=loss:3:max",), "--early_stop=loss:3:max: the best loss is the lowest"),
     (("--best_mode=min",), "--best_mode=min: the best accuracy is the highest: name another res"),
