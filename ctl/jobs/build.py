@@ -381,7 +381,7 @@ def class_weights(flags: FlagValues, prepared: Prepared) -> dict[int, float] | N
         UsageError: the examples of each class are not known.
     """
     if flags.class_weight != groups.BALANCED:
-        return groups.class_weight_from(flags.class_weight)
+        return groups.class_weight_from(flags.class_weight, prepared.train.info.class_names)
     import numpy as np
 
     from ctl.data import Augmented, InMemory

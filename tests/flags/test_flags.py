@@ -88,7 +88,7 @@ WRONG = [
     (("--weight_decay=nan",), "--weight_decay must be a number of at least 0, got nan"),
     (("--label_smoothing=2",), "--label_smoothing=2"),
     (("--weighting=mean",), "--weighting=mean"),
-    (("--class_weight=cat:5",), "--class_weight=cat:5: cat:5 is not CLASS:WEIGHT, or rep"),
+    (("--class_weight=:5",), "--class_weight=:5: :5 is not CLASS:WEIGHT, or rep"),
     (("--class_weight=0:1,0:2",), "--class_weight=0:1,0:2: 0:2 is not CLASS:WEIGHT, or rep"),
     (("--class_weight=0:1,1:0",), "--class_weight of class 1 must be a number above 0, not 0.0"),
     (

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ctl.data import Augmented, InMemory
+from ctl.data.dataset import DatasetInfo
 from ctl.errors import UsageError
 from ctl.jobs.build import class_weights
 
@@ -37,6 +38,19 @@ def test_each_class_has_the_same_sum():
     stream = types.SimpleNamespace(info=in_memory().info)
     assert class_weights(flags("balanced"), prepared(stream, found)) == wanted
     assert class_weights(flags("1:5"), prepared(in_memory())) == {1: 5.0}
+
+
+def test_classes_have_names():
+    info = DatasetInfo("table", class_names=("no", "yes", "1:2"))
+    train = prepared(types.SimpleNamespace(info=info))
+    assert class_weights(flags("yes:5", "2:0.5"), train) == {1: 5.0, 2: 0.5}
+    assert class_weights(flags("1:2:3"), train) == {2: 3.0}
+    with pytest.raises(UsageError, match="'churn': the choices are no, yes, 1:2 .or their numbers"):
+        class_weights(flags("churn:2"), train)
+    with pytest.raises(UsageError, match="^--class_weight names class 1 twice, also as yes"):
+        class_weights(flags("1:5", "yes:2"), train)
+    with pytest.raises(UsageError, match="^--class_weight=churn:2: the classes .* have no names"):
+        class_weights(flags("churn:2"), prepared(in_memory()))
 
 
 @pytest.mark.parametrize("labels", [LABELS > 0, (LABELS > 0)[:, None].astype(np.float32)])
