@@ -141,7 +141,8 @@ class BaseStep(AutographMethods):
         if isinstance(self.loss_fn, keras.losses.Loss):
             each = losses.of_each(self.loss_fn, labels, outputs)
         else:
-            each = with_autograph(self.loss_fn)(labels, outputs)
+            with naming_keys((), labels=labels, outputs=outputs):
+                each = with_autograph(self.loss_fn)(labels, outputs)
         each = local_batch.one_for_each_example(each, source="loss_fn")
         if weights is None:
             return each, outputs
@@ -237,7 +238,8 @@ class BaseStep(AutographMethods):
         metrics that nothing has updated."""
         self.returns_outputs = outputs is not None
         if self.returns_outputs:
-            self.update_metrics(batch, outputs)
+            with naming_keys(batch, outputs=outputs):
+                self.update_metrics(batch, outputs)
         elif given := self.given_metrics:
             logging.warning(
                 "%s.loss() returns no outputs, so %s is logged only if loss() updates it: return "

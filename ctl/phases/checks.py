@@ -396,17 +396,27 @@ def refuses_summaries(step: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def naming_keys(batch: Any) -> Iterator[None]:
-    """Adds to a `KeyError` inside the keys that ``batch``, a dict or a nest with dicts, has."""
+def naming_keys(batch: Any, **more: Any) -> Iterator[None]:
+    """Adds to a `KeyError` inside the keys that there are: of dicts in ``batch``, which may be one,
+    and of dicts in ``more``, by name."""
     try:
         yield
-    except KeyError as error:
-        found = [batch, *batch] if isinstance(batch, tuple | list) else [batch]
-        keys = [repr(key) for one in found if isinstance(one, Mapping) for key in one]
-        if keys and (key := tf_internals.key_of(error)) not in keys:
-            said = Said(f"{key} (the batch has the keys {', '.join(keys)})")
-            tf_internals.set_message(error, said)
+    except Exception as error:
+        key = tf_internals.missing_key(error)
+        parts = (
+            {f"batch[{i}]": one for i, one in enumerate(batch)}
+            if isinstance(batch, tuple | list)
+            else {}
+        )
+        dicts = {"the batch": batch} | parts | more
+        keys = {of: [*map(repr, one)] for of, one in dicts.items() if isinstance(one, Mapping)}
+        if key and _KEYS not in key and any(key not in each for each in keys.values()):
+            said = "; ".join(f"{of}: {', '.join(each)}" for of, each in keys.items())
+            tf_internals.set_message(error, Said(f"{key} ({_KEYS}{said})"))
         raise
+
+
+_KEYS = "there are, in "
 
 
 def fits_default_evaluation(kind: type) -> bool:

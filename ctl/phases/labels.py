@@ -129,19 +129,27 @@ def takes_binary(loss_fn: Any) -> bool:
 
 
 def check_features(model: keras.Model, dataset: Any) -> None:
-    """Raises `UsageError` if the features of ``dataset`` have another shape than ``model`` takes.
+    """Raises `UsageError` if the features of ``dataset`` have another shape than ``model`` takes,
+    or, if they are a dict, lack one of its inputs.
 
     Args:
         model: checked only if it is functional or sequential.
         dataset: checked if its batches are ``(features, labels)``, with or without weights, and
-            features are one tensor.
+            features are one tensor or a dict.
     """
     inputs = getattr(model, "inputs", None)
     batch = batch_spec(dataset)
-    if not inputs or len(inputs) != 1 or not local_batch.has_parts(batch):
+    if not inputs or not local_batch.has_parts(batch):
         return
     features: Any = batch[0]
-    if not isinstance(features, tf.TensorSpec) or features.shape.rank is None:
+    names = [one.name for one in inputs]
+    missing = [n for n in names if isinstance(features, dict) and n not in features]
+    if missing and (len(names) > 1 or isinstance(model.input, dict)):
+        raise UsageError(
+            f"model {model.name} has the input {missing[0]}, and the features of the data are "
+            f"{', '.join(features)}: call them as the inputs, {', '.join(names)}"
+        )
+    if len(inputs) != 1 or not isinstance(features, tf.TensorSpec) or features.shape.rank is None:
         return
     wanted, shape = tf.TensorShape(inputs[0].shape), features.shape
     last = wanted if wanted.rank > shape.rank else shape  # Keras adds or drops a dimension of 1
