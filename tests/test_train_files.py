@@ -252,3 +252,7 @@ def test_predictions_for_files_without_labels(zygote, tmp_path):
     loss = np.mean((expected - (2 * numbers[:, 0] - numbers[:, 1])) ** 2)
     assert json.loads(shown.stdout)["loss"] == pytest.approx(loss, rel=1e-3)
     assert [row["price"] for row in csv.DictReader(out.open())] == [row["price"] for row in rows]
+    assert "held out" not in shown.stderr
+    shown = zygote.run(EVALUATE, run, to)
+    assert "of train[90%:] alone, which the training held out: for all rows, give" in shown.stderr
+    assert len([*csv.DictReader(out.open())]) == 12
