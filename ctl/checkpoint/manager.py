@@ -565,8 +565,13 @@ class CheckpointManager:
             saved = manifest.load(path)
             with durable.verifying(path, saved.files):
                 self._require_fingerprint(saved)
-                self._require_code(saved)
-                _require_fit(saved, variables)
+                changed = self._code_changes(saved)
+                _require_fit(saved, variables, changed)
+                if changed:
+                    logging.warning(
+                        "%s was written by other code: %s; the run continues with the present code",
+                        *(saved.path, first_three(changed)),
+                    )
                 return saved, bundle.read(saved.prefix, variables)
 
         found = manifest.first_intact(self.directory, lambda: self._steps(step), read)
@@ -645,14 +650,14 @@ class CheckpointManager:
         if soft:
             logging.warning("%s: %s", saved.path, "; ".join(soft))
 
-    def _require_code(self, saved: Saved) -> None:
+    def _code_changes(self, saved: Saved) -> list[str]:
         """Compares the step, its sources, the settings of its layers, the modules that both runs
-        have imported, and versions of packages. Logs a warning where something else than the class
-        differs: it may have been mended, or moved to another machine. Raises `CheckpointError` if
-        ``saved`` is of another class, unless that was only moved."""
+        have imported, and versions of packages. Returns what else than the class differs: it may
+        have been mended, or moved to another machine. Raises `CheckpointError` if ``saved`` is of
+        another class, unless that was only moved."""
         code = self.code
         if code is None or saved.code is None:
-            return
+            return []
         old, new = saved.code["step"], code["step"]
         same_source = saved.code["source"] == code["source"]
         if old != new and not same_source:
@@ -680,12 +685,7 @@ class CheckpointManager:
             for package, version in _VERSIONS.items()
             if package not in known and saved.versions.get(package, version) != version
         ]
-        if changed:
-            logging.warning(
-                "%s was written by other code: %s; the run continues with the present code",
-                saved.path,
-                first_three(changed),
-            )
+        return changed
 
 
 def _comparable(
@@ -708,10 +708,12 @@ def _without_samples(value: dict[str, Any]) -> dict[str, Any]:
     return {key: one for key, one in value.items() if key != "samples"}
 
 
-def _require_fit(saved: Saved, variables: Mapping[str, list[tf.Variable]]) -> None:
+def _require_fit(
+    saved: Saved, variables: Mapping[str, list[tf.Variable]], code_changes: list[str]
+) -> None:
     """Compares ``variables`` with those of ``saved`` by their place in the list of each key, and
-    logs a warning where only names differ. Raises `CheckpointError` if their number, shapes or
-    dtypes differ."""
+    logs a warning where only names differ. Raises `CheckpointError`, which begins with the
+    ``code_changes``, if their number, shapes or dtypes differ."""
     old = saved.variables
     differing, renamed = [], []
     for key, ours in bundle.specs(variables).items():
@@ -734,9 +736,10 @@ def _require_fit(saved: Saved, variables: Mapping[str, list[tf.Variable]]) -> No
             elif manifest.unnumbered(a["name"]) != manifest.unnumbered(b["name"]):
                 renamed.append(f"{key}[{i}] is {a['name']} instead of {b['name']}")
     if differing:
+        what = first_three([*code_changes[:2], *differing])
         use = "use the flags" if in_command() else "make the model and the step with the arguments"
         raise CheckpointError(
-            f"{saved.path} does not fit: {first_three(differing)}; {use} it was written with or "
+            f"{saved.path} does not fit: {what}; {use} it was written with or "
             f"choose {another_directory()}"
         )
     if renamed:

@@ -16,7 +16,7 @@ from ctl.base.actions import parse_window
 from ctl.base.best import Mode, known_mode, usual_mode
 from ctl.errors import UsageError
 from ctl.flags import augmentation, devices, durations, early, groups
-from ctl.flags.defaults import early_stop_parts
+from ctl.flags.defaults import LOG_EVERY, early_stop_parts
 from ctl.flags.durations import steps_from
 from ctl.flags.parsing import (
     AUTO,
@@ -373,7 +373,12 @@ def _check_hours(keep_every_hours: float | None) -> None:
 def _define_output_flags() -> None:
     """Defines what the run logs and exports."""
     with group("Output"):
-        flags.DEFINE_string("log_every", "100", "Steps (100) or epochs (0.1ep) between log lines.")
+        flags.DEFINE_string(
+            "log_every",
+            None,
+            "Steps (100) or epochs (0.1ep) between log lines of the training, which have the means "
+            f"since the line before (default: {LOG_EVERY}, and at each evaluation).",
+        )
         flags.DEFINE_list(
             "log_also",
             [],

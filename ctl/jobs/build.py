@@ -70,6 +70,15 @@ class Prepared(NamedTuple):
         duration: Any = self.flags[name].value
         return max(1, steps_from(f"--{name}", duration, self.steps_per_epoch))
 
+    @property
+    def evaluate_every(self) -> int | str:
+        """How often to evaluate, see `ctl.Loop.train_and_evaluate`. Raises `UsageError` if it
+        counts epochs, and their length is unknown."""
+        if self.steps_per_epoch is None and not self.flags["evaluate_every"].present:
+            return self.total_steps
+        self.every("evaluate_every")
+        return self.flags.evaluate_every
+
 
 def prepare(flags: FlagValues = FLAGS) -> Prepared:
     """Makes the strategy, sets seed and precision, and loads the data, all from ``flags``.
