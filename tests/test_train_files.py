@@ -75,7 +75,10 @@ def test_a_table(zygote, table, tmp_path):
     assert says in last_line(again)
     table.write_text(table.read_text().replace("elm", "oak").replace("\n1", "\n2"))
     again = zygote.run(*command, "--train_steps=40", "--global_batch_size=20", exit_code=4)
-    assert "is from another run: content was" in last_line(again)
+    says = (
+        f"another run: the content of {table.name} has changed since then; use the same flags and"
+    )
+    assert says in last_line(again)
 
 
 def encoded(found: dict, row: dict[str, str]) -> list[float]:

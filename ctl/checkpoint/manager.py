@@ -36,7 +36,7 @@ from absl import logging
 
 from ctl.base import durable, stores
 from ctl.base.best import Mode, mode_of
-from ctl.base.differences import differences, first_three
+from ctl.base.differences import ABSENT, differences, first_three
 from ctl.base.interactive import another_directory, in_command
 from ctl.base.ledger import LEDGER
 from ctl.checkpoint import bundle, manifest
@@ -634,18 +634,25 @@ class CheckpointManager:
         if saved.fingerprint is None or (ours := self._identity()) is None:
             return
         then, ours = _comparable(saved.fingerprint, ours)
-        differing = {
-            key: f"{key} was {was!r}, is {now!r}"
-            for key, (was, now) in differences([then, ours]).items()
-        }
+        data = ours.get("name") or "the data"
+        differing = {}
+        for key, (was, now) in differences([then, ours]).items():
+            differing[key] = f"{key} was {was!r}, is {now!r}"
+            if (what := key.rpartition(": ")[2]) in _HASHED and ABSENT not in (was, now):
+                verb = "have" if what.endswith("s") else "has"
+                differing[key] = f"the {what} of {data} {verb} changed since then"
         soft = [text for key, text in differing.items() if key in self._soft_keys]
         hard = {key: text for key, text in differing.items() if key not in self._soft_keys}
         if hard:
-            same = "flags" if in_command() else "arguments"
-            raise CheckpointError(
-                f"{saved.path} is from another run: {'; '.join(hard.values())}; use the same "
-                f"{same} and data, or another directory (or allow it in Python: "
+            remedy = (
+                f"use the same flags and data, or choose {another_directory()}, where --init_from "
+                "begins with these weights"
+                if in_command()
+                else "use the same arguments and data, or another directory (or allow it: "
                 f"CheckpointManager(..., soft_keys={[*self._soft_keys, *hard]}))"
+            )
+            raise CheckpointError(
+                f"{saved.path} is from another run: {'; '.join(hard.values())}; {remedy}"
             )
         if soft:
             logging.warning("%s: %s", saved.path, "; ".join(soft))
@@ -686,6 +693,10 @@ class CheckpointManager:
             if package not in known and saved.versions.get(package, version) != version
         ]
         return changed
+
+
+# What a fingerprint has as a hash, which says nothing to a reader.
+_HASHED = "content", "first examples"
 
 
 def _comparable(
