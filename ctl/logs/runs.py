@@ -18,7 +18,8 @@ from ctl.base.best import Mode, known_mode, usual_mode
 from ctl.base.curves import Curve
 from ctl.errors import UsageError
 from ctl.flags import config
-from ctl.flags.defaults import early_stop_parts
+from ctl.flags.defaults import early_stop_parts, spelled_out
+from ctl.flags.durations import SCHEDULES
 
 _LONGEST = 1 << 20  # bytes of a line
 
@@ -90,9 +91,18 @@ class Run:
         return max(self.workers, len(workers) if isinstance(workers, list) else 1)
 
     def flag(self, name: str) -> Any:
-        """The value of a flag. Of several workers, ``replicas`` need not be given."""
+        """The value of a flag, or its default if it has an effect. Of several workers, ``replicas``
+        need not be given."""
         value = self.flags.get(name)
+        if value is None and name in self.flags and self._has_effect(name):
+            value = spelled_out(self.flags)[name]
         return self.replicas if name == "replicas" and not value and self.replicas > 1 else value
+
+    def _has_effect(self, name: str) -> bool:
+        """Whether the default of a flag says what the run did: of splits, the data decide that."""
+        used = SCHEDULES.get(str(self.flags.get("schedule")), ())
+        of_another = name not in used and any(name in flags for flags in SCHEDULES.values())
+        return not of_another and name not in ("train_split", "eval_split")
 
     def curve(self, phase: str, name: str) -> list[tuple[int, float]]:
         """``(step, value)`` of the scalar ``name``, where it is finite."""
