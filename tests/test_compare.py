@@ -60,7 +60,10 @@ def test_the_table_and_the_json(zygote_without_tensorflow, runs):
 def test_a_flag_that_is_not_set_has_its_default(tmp_path):
     """Unless it has no effect, or has no default."""
     unset = {"schedule": "cosine", "plateau_patience": None, "clip_norm": None}
-    one = make_run(tmp_path / "a", None, **unset)
+    one = make_run(tmp_path / "a", 1e-3, **unset)
+    config = json.loads((one / "config.json").read_text())
+    config["flags"]["learning_rate"] = None
+    (one / "config.json").write_text(json.dumps(config))
     set_all = {"schedule": "plateau", "plateau_patience": 3, "clip_norm": 1.0}
     other = make_run(tmp_path / "b", 0.1, **set_all)
     header, rows = tables([read(one), read(other)])["Flags that differ"]
