@@ -196,6 +196,14 @@ def test_wrong_flags_of_train(zygote_without_tensorflow, tmp_path, given, expect
     assert list(tmp_path.iterdir()) == []
 
 
+def test_one_of_several_processes_needs_their_strategy(zygote_without_tensorflow, tmp_path):
+    job = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
+    run, job_text = f"--model_dir={tmp_path}", json.dumps(job)
+    ended = zygote_without_tensorflow.run(TRAIN, run, exit_code=2, TF_CONFIG=job_text)
+    says = "one of several that ctl.launch has started or TF_CONFIG names: add --strategy=multi_w"
+    assert says in one_line(ended)
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
