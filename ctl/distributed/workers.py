@@ -287,7 +287,9 @@ def all_gather(
     Args:
         strategy: any strategy.
         text: this worker's bytes, of any length.
-        doing, step: see `gather`.
+        doing: what the caller does, for messages.
+        step: the global step, for messages. It says that the workers have trained together, so that
+            none of them may be late by the time of a first call.
 
     Returns:
         One text per worker, in the order of the workers; the same list on every worker.
@@ -314,55 +316,51 @@ def _exchange(strategy: tf.distribute.Strategy, text: bytes, size: int) -> tuple
     longest text."""
     # As int32: not every collective takes bytes.
     row = np.frombuffer(text[:size].ljust(size, b"\0"), np.int32)
-    row = np.insert(row, 0, len(text))
-    rows = _exchanging(strategy, size)(tf.constant(row)).numpy()
+    rows = _gather(strategy, tf.constant([np.insert(row, 0, len(text))])).numpy()
     rows = rows[:: len(rows) // number_of(strategy)]  # all replicas of a worker send the same
     texts = [row[1:].tobytes()[: row[0]] for row in rows]
     return texts, int(rows[:, 0].max())
 
 
-@functools.cache  # `tf.distribute.Strategy.gather` traces a function in each call
-def _exchanging(strategy: tf.distribute.Strategy, size: int) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Gathers what each worker sends: the length of a text, and ``size`` bytes of it."""
-
-    def gather(row: tf.Tensor) -> tf.Tensor:
-        return tf.distribute.get_replica_context().all_gather(row[tf.newaxis], axis=0)
-
-    @functools.partial(tf.function, autograph=False)
-    def exchange(row: tf.Tensor) -> tf.Tensor:
-        return strategy.experimental_local_results(strategy.run(gather, args=(row,)))[0]
-
-    return exchange
-
-
-def gather(
-    strategy: tf.distribute.Strategy, parts: Any, doing: str, step: int | None = None
-) -> tf.Tensor:
+def gather(strategy: tf.distribute.Strategy, parts: Any, doing: str) -> tf.Tensor:
     """Concatenates the ``parts`` of all replicas along their first axis. All workers must call it.
 
     Args:
         strategy: any strategy.
-        parts: a tensor for each replica, as returned by ``strategy.run``.
+        parts: a tensor for each replica, as returned by ``strategy.run``, of one shape on all.
         doing: what the caller does, for messages.
-        step: the global step, for messages. It says that the workers have trained together, so that
-            none of them may be late by the time of a first call.
 
     Raises:
         PeerError: a worker was lost.
     """
-    if strategy.num_replicas_in_sync == 1:
-        return strategy.experimental_local_results(parts)[0]
-    with (
-        naming_lost_peers(strategy, doing, None if step is None else lambda: step),
-        watchdog.collective(doing, first=step is None, step=step),
-        _without_warnings(),
-    ):
-        return strategy.gather(parts, axis=0)
+    if not is_multi_worker(strategy):
+        return tf.concat(strategy.experimental_local_results(parts), axis=0)
+    with naming_lost_peers(strategy, doing), watchdog.collective(doing, first=True):
+        return _gather(strategy, parts)
+
+
+def _gather(strategy: tf.distribute.Strategy, parts: Any) -> tf.Tensor:
+    with _without_warnings():
+        return _gathering(strategy)(parts)
+
+
+# `tf.distribute.Strategy.gather` traces a function in each call; this one is traced for each shape.
+@functools.cache
+def _gathering(strategy: tf.distribute.Strategy) -> Callable[[Any], tf.Tensor]:
+    def gathered(part: tf.Tensor) -> tf.Tensor:
+        part = tf.identity(part)  # an argument is on no device yet
+        return tf.distribute.get_replica_context().all_gather(part, axis=0)
+
+    @functools.partial(tf.function, autograph=False)
+    def gather(parts: Any) -> tf.Tensor:
+        return strategy.experimental_local_results(strategy.run(gathered, args=(parts,)))[0]
+
+    return gather
 
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Silences TensorFlow, which makes a function for each gather and warns of retracing."""
+    """Silences TensorFlow, which warns of a function that is traced for many shapes."""
     logger = tf.get_logger()
     level = logger.level
     logger.setLevel("ERROR")
