@@ -456,7 +456,6 @@ class Loop:
     def _ended(self, before: int, total: int) -> dict[str, float]:
         """Handles the end of the data in a call that began at step ``before``."""
         step = self._feed_step = self.global_step
-        self._divergence.check_weights(step)
         self._evaluated = self._evaluated if step == before else None
         self.scalars.rates = self.step.updater.learning_rates(step - 1)
         workers.check_all_ended(self.strategy, step)
@@ -541,6 +540,8 @@ class Loop:
         if self.checkpoints and self._is_chief:
             self.checkpoints.check()
         status = status_of(step, until, seconds_per_step, self.dataset, self.scalars)
+        if status.final:
+            self._divergence.check_weights(step)
         self._run_actions(status)
         self._asked_by = self._asked_by or status.stopped_by
         if self._asked_by and not self._several_workers:  # several learn of it in the next call
@@ -584,6 +585,8 @@ class Loop:
         # An evaluator of the user's need not take `eager`.
         run = functools.partial(evaluator.run, eager=True) if eager else evaluator.run
         check_copies(self.step)
+        if self.feed:  # there was a step
+            self._divergence.check_weights(self.global_step)
         with (
             LEDGER.spend("evaluation"),
             self.translate_failures("the evaluation"),

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import BATCH, assert_replicas_agree, examples, make_loop, mlp
+from helpers import BATCH, CLASSES, FEATURES, assert_replicas_agree, examples, make_loop, mlp
 
 from ctl.base import durable
 from ctl.base.actions import Every
@@ -60,6 +60,21 @@ def test_a_nan_in_memory_is_found(caplog):
     assert "example 2 has a NaN or Inf (2 of" in caplog.text  # at the start: a relu may hide them
 
 
+@pytest.mark.parametrize("end", [4, 8])
+def test_a_nan_that_relu_hides_is_found(end):
+    """The losses stay finite; the weights of the first layer do not."""
+
+    def hiding():
+        first, last = keras.layers.Dense(8, "relu"), keras.layers.Dense(CLASSES)
+        return keras.Sequential([keras.Input([FEATURES]), first, last])
+
+    loop = make_loop(data=poisoned(3), model=hiding, evaluate=BATCH)
+    row = f"example {BATCH - 1} in the batch of step 3 has a NaN or Inf"
+    with pytest.raises(DivergedError, match=f"kernel is not finite at step 4; .*; {row}"):
+        loop.train_and_evaluate(end, evaluate_every=4)
+    assert np.isfinite(loop.history.scalars["loss"]).all()
+
+
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     """The loss of step 5 is finite, its gradient is not: only the next loss would tell."""
 
@@ -69,7 +84,8 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
             return [g + bad for g in super().backward(tape, loss, variables)]
 
     loop = make_loop(step_class=NanGradient, directory=tmp_path)
-    loop.train(5)
+    with pytest.raises(DivergedError, match=r"kernel is not finite at step 5; .* try a lower"):
+        loop.train(5)
     with pytest.raises(DivergedError, match="NaN or Inf"):
         loop.save(wait=True)
     loop.checkpoints.close()

@@ -255,7 +255,7 @@ def test_data_that_end_hide_no_divergence():
         )
 
     loop = make_loop(data=ending(features), steps_per_loop=10)
-    with pytest.raises(DivergedError, match="is not finite at step 23, where the data ended"):
+    with pytest.raises(DivergedError, match="is not finite at step 23; "):
         loop.train(30)
     windows = []
     log = Every(lambda s: (windows.append(s.scalars()), s.reset()), steps=10)

@@ -172,13 +172,18 @@ def python() -> str:
 
 
 def write_file(flag: str, path: str, content: str) -> None:
-    """Writes what ``flag`` asks for, and names the file on a line.
+    """Writes what ``flag`` asks for, and names the file on a line. A file is replaced when the new
+    one is whole; a pipe, a device and what a link leads to are written to.
 
     Raises:
         CheckpointError: it cannot be written.
     """
+    file = Path(path)
     with durable.writing(f"--{flag}={path}"):
-        Path(path).write_text(content, encoding="utf-8")
+        if file.is_symlink() or (file.exists() and not file.is_file()):
+            file.write_text(content, encoding="utf-8")
+        else:
+            durable.write_text(file, content, via=file.parent)
     print(f"{flag}: {path}", file=sys.stderr)
 
 

@@ -1,8 +1,9 @@
-"""Detects a diverged training: the loss is not finite, or all updates are skipped."""
+"""Detects a diverged training: the loss or a weight is not finite, or all updates are skipped."""
 
 from __future__ import annotations
 
 import math
+import time
 from typing import Any, NoReturn
 
 import tensorflow as tf
@@ -23,6 +24,9 @@ from ctl.step import TrainStep
 # its initial value to 1, so more skips than that are not its search for a scale.
 _MOST_SKIPPED = 100
 
+# For which the batches since the last good weights are searched for what is not finite.
+_SEARCH_SECONDS = 5.0
+
 _REMEDY = "try a lower learning rate, clipping (--clip_norm) or --on_nan=skip"
 
 
@@ -35,6 +39,7 @@ class Divergence:
         self._checkpoints = checkpoints
         self._skipped_in_a_row = 0
         self._first = True
+        self._finite_until = -1  # the last step at which the weights were found finite
         self.origins = Origins()  # of NaN and Inf in steps without graphs
 
     def check(self, step: int, steps: int, loss: float, outcome: CallResult, skipped: int) -> None:
@@ -61,13 +66,10 @@ class Divergence:
             )
         if self._first:
             check_copies(self._step)
-            self._first = False
+            self._first, self._finite_until = False, step - steps
         if not math.isfinite(loss):
             bad = self._first_bad(step - steps, outcome.finite)
-            with watchdog.host("the data of a batch"):
-                examples = labels.not_finite(self._dataset, bad)
-            remedy = f"{examples}: mend the data, or leave them out" if examples else _REMEDY
-            self._end(f"the loss is {loss} at step {bad}", remedy)
+            self._end(f"the loss is {loss} at step {bad}", self._remedy(bad - 1, bad))
         self._skipped_in_a_row = self._skipped_in_a_row + skipped if skipped == steps else 0
         if self._skipped_in_a_row >= _MOST_SKIPPED:
             self._end(
@@ -76,14 +78,34 @@ class Divergence:
             )
 
     def check_weights(self, step: int) -> None:
-        """Checks the weights after a call that reached the end of the data and so has no losses.
+        """Checks the weights of ``step``, but for embedding tables that are trained by rows. All
+        workers must call it. Losses need not tell: on a CPU, relu makes 0 of a NaN; and a call that
+        reached the end of the data has none.
 
         Raises:
             DivergedError: a weight is not finite.
         """
+        if step == self._finite_until:
+            return
         for variable in self._step.trainable_variables:
-            if not tf.reduce_all(tf.math.is_finite(variable)):
-                self._end(f"{variable.name} is not finite at step {step}, where the data ended")
+            if variable in self._step.tables or tf.reduce_all(tf.math.is_finite(variable)):
+                continue
+            self._end(
+                f"{variable.name.removesuffix(':0')} is not finite at step {step}",
+                self._remedy(self._finite_until, step),
+            )
+        self._finite_until = step
+
+    def _remedy(self, begin: int, end: int) -> str:
+        """What to do; it names an example that has a NaN, if a step after ``begin`` had one."""
+        deadline = time.monotonic() + _SEARCH_SECONDS
+        with watchdog.host("the data of a batch"):
+            for step in range(max(begin, 0) + 1, end + 1):
+                if examples := labels.not_finite(self._dataset, step):
+                    return f"{examples}: mend the data, or leave them out"
+                if time.monotonic() > deadline:
+                    break
+        return _REMEDY
 
     def _first_bad(self, begin: int, finite: Any) -> int:
         """The first step after ``begin`` whose loss is not finite."""

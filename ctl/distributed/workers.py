@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import re
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
+import numpy as np
 import tensorflow as tf
 
 from ctl.base.differences import differences
@@ -26,6 +28,9 @@ _ENDED_SECONDS = 10.0
 # Seconds that a worker waits after a barrier before it exits: it may still owe others the message
 # that releases them.
 _LAST_MESSAGES_SECONDS = 0.5
+
+# Bytes of a text that workers exchange by one gather.
+_SHORT = 64
 
 # A stack trace of the graph, up to its last frame.
 _GRAPH = re.compile(
@@ -182,13 +187,10 @@ def barrier(
         PeerError: a worker was lost.
     """
 
-    def meet() -> tf.Tensor:
-        return tf.distribute.get_replica_context().all_reduce("SUM", tf.zeros([]))
-
     doing = "a barrier"
     section = watchdog.collective(doing, timeout=timeout, otherwise=otherwise)
     with LEDGER.spend("waiting"), naming_lost_peers(strategy, doing), section:
-        tf.function(lambda: strategy.run(meet), autograph=False)()
+        _exchange(strategy, b"", _SHORT)
 
 
 def leave_together(strategy: tf.distribute.Strategy) -> None:
@@ -285,7 +287,9 @@ def all_gather(
     Args:
         strategy: any strategy.
         text: this worker's bytes, of any length.
-        doing, step: see `gather`.
+        doing: what the caller does, for messages.
+        step: the global step, for messages. It says that the workers have trained together, so that
+            none of them may be late by the time of a first call.
 
     Returns:
         One text per worker, in the order of the workers; the same list on every worker.
@@ -296,50 +300,67 @@ def all_gather(
     if not is_multi_worker(strategy):
         return [text]
 
-    def all_of(values: tf.Tensor) -> tf.Tensor:
-        local_values = strategy.experimental_distribute_values_from_function(lambda _: values)
-        return gather(strategy, local_values, doing, step)
-
-    with LEDGER.spend("waiting"):
-        lengths = all_of(tf.constant([len(text)])).numpy()
-        # As int32: not every collective takes bytes.
-        joined = bytes(all_of(tf.constant(list(text), tf.int32)).numpy().tolist())
-    texts, start = [], 0
-    for length in lengths:
-        texts.append(joined[start : start + length])
-        start += length
-    # All replicas of a worker gather the same text.
-    return texts[:: len(texts) // len(cluster_of(strategy).workers)]
+    with (
+        LEDGER.spend("waiting"),
+        naming_lost_peers(strategy, doing, None if step is None else lambda: step),
+        watchdog.collective(doing, first=step is None, step=step),
+    ):
+        texts, longest = _exchange(strategy, text, _SHORT)
+        if longest > _SHORT:
+            texts, _ = _exchange(strategy, text, 1 << (longest - 1).bit_length())
+    return texts
 
 
-def gather(
-    strategy: tf.distribute.Strategy, parts: Any, doing: str, step: int | None = None
-) -> tf.Tensor:
+def _exchange(strategy: tf.distribute.Strategy, text: bytes, size: int) -> tuple[list[bytes], int]:
+    """The first ``size`` bytes, a multiple of 4, of the text of every worker, and the length of the
+    longest text."""
+    # As int32: not every collective takes bytes.
+    row = np.frombuffer(text[:size].ljust(size, b"\0"), np.int32)
+    rows = _gather(strategy, tf.constant([np.insert(row, 0, len(text))])).numpy()
+    rows = rows[:: len(rows) // number_of(strategy)]  # all replicas of a worker send the same
+    texts = [row[1:].tobytes()[: row[0]] for row in rows]
+    return texts, int(rows[:, 0].max())
+
+
+def gather(strategy: tf.distribute.Strategy, parts: Any, doing: str) -> tf.Tensor:
     """Concatenates the ``parts`` of all replicas along their first axis. All workers must call it.
 
     Args:
         strategy: any strategy.
-        parts: a tensor for each replica, as returned by ``strategy.run``.
+        parts: a tensor for each replica, as returned by ``strategy.run``, of one shape on all.
         doing: what the caller does, for messages.
-        step: the global step, for messages. It says that the workers have trained together, so that
-            none of them may be late by the time of a first call.
 
     Raises:
         PeerError: a worker was lost.
     """
-    if strategy.num_replicas_in_sync == 1:
-        return strategy.experimental_local_results(parts)[0]
-    with (
-        naming_lost_peers(strategy, doing, None if step is None else lambda: step),
-        watchdog.collective(doing, first=step is None, step=step),
-        _without_warnings(),
-    ):
-        return strategy.gather(parts, axis=0)
+    if not is_multi_worker(strategy):
+        return tf.concat(strategy.experimental_local_results(parts), axis=0)
+    with naming_lost_peers(strategy, doing), watchdog.collective(doing, first=True):
+        return _gather(strategy, parts)
+
+
+def _gather(strategy: tf.distribute.Strategy, parts: Any) -> tf.Tensor:
+    with _without_warnings():
+        return _gathering(strategy)(parts)
+
+
+# `tf.distribute.Strategy.gather` traces a function in each call; this one is traced for each shape.
+@functools.cache
+def _gathering(strategy: tf.distribute.Strategy) -> Callable[[Any], tf.Tensor]:
+    def gathered(part: tf.Tensor) -> tf.Tensor:
+        part = tf.identity(part)  # an argument is on no device yet
+        return tf.distribute.get_replica_context().all_gather(part, axis=0)
+
+    @functools.partial(tf.function, autograph=False)
+    def gather(parts: Any) -> tf.Tensor:
+        return strategy.experimental_local_results(strategy.run(gathered, args=(parts,)))[0]
+
+    return gather
 
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Silences TensorFlow, which makes a function for each gather and warns of retracing."""
+    """Silences TensorFlow, which warns of a function that is traced for many shapes."""
     logger = tf.get_logger()
     level = logger.level
     logger.setLevel("ERROR")

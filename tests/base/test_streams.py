@@ -6,6 +6,7 @@ import fcntl
 import io
 import os
 import pty
+import resource
 import struct
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from ctl.base import console, durable
 from ctl.base.streams import Descriptor
+from ctl.errors import CheckpointError
 
 needs_full_device = pytest.mark.skipif(
     not os.path.exists("/dev/full"), reason="needs a device that is always full"
@@ -172,3 +174,27 @@ def test_lines_fit_a_narrow_terminal_and_break_between_words():
         os.close(theirs)
     assert max(map(len, lines)) <= 60 and " ".join(map(str.strip, lines)) == " ".join(words)
     assert console.columns(io.StringIO()) == 80
+
+
+def test_a_file_that_is_asked_for_is_whole_or_as_it_was(tmp_path):
+    file = tmp_path / "out.csv"
+    console.write_file("predictions", str(file), "earlier")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=f"cannot write --predictions={file}: File too"):
+            console.write_file("predictions", str(file), "x" * 2000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert file.read_text() == "earlier" and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_pipe_and_a_link_stay_what_they_are(tmp_path):
+    reading, writing = os.pipe()
+    console.write_file("plot", f"/dev/fd/{writing}", "through")
+    assert os.read(reading, 100) == b"through"
+    os.close(reading)
+    os.close(writing)
+    (tmp_path / "link").symlink_to("file")
+    console.write_file("plot", str(tmp_path / "link"), "behind")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "behind"

@@ -92,6 +92,17 @@ def test_who_has_left_at_the_end_is_not_lost(monkeypatch):
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("text", [b"", b"odd", bytes(range(64)), "ungef\u00e4hr".encode() * 9])
+def test_texts_of_any_length_are_exchanged_and_nothing_is_traced_again(ring2, monkeypatch, text):
+    """Two replicas of one worker send the same."""
+    monkeypatch.setattr(workers, "is_multi_worker", lambda strategy: True)
+    monkeypatch.setattr(workers, "number_of", lambda strategy: 1)
+    for _ in range(2):
+        assert workers.all_gather(ring2, text, "a test") == [text]
+        workers.barrier(ring2)
+    assert workers._gathering(ring2).experimental_get_tracing_count() <= 2  # of two lengths
+
+
 def compared(monkeypatch, *facts: tuple) -> tuple[list[str], int]:
     """What each of two workers says when they compare their facts, and the bytes they gathered."""
     meet, texts, said = threading.Barrier(2), {}, ["", ""]

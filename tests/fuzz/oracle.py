@@ -426,8 +426,8 @@ def _train(case: Case, batches: list[Any], noise: float = 0.0, scaled: float = 1
             losses, counts = losses + loss * count, counts + count
     values = training.values()
     trained = {name: value for name, value in values.items() if name.startswith("trainable")}
-    if case.ends and not _finite(trained):  # the last call has no loss that would show it
-        return End("diverged", "is not finite at step .*, where the data ended")
+    if not _finite(trained):  # of the last update; no loss shows it
+        return End("diverged", "is not finite at step .*;")
     if counts:
         values["loss"] = np.float32(losses / counts)
     return End("equal", "", values, first, tuple(training.skipped))
