@@ -651,12 +651,12 @@ def choose(
 # Why a column has the labels.
 _IS_LAST = " (the last column, since --labels names none)"
 
-_INDEX = re.compile(r"(Unnamed: \d+)?")  # as pandas writes the name of an index, and reads it
+INDEX = re.compile(r"(Unnamed: \d+)?")  # as pandas writes the name of an index, and reads it
 
 
 def is_index(table: Table, name: str) -> bool:
     """Whether a column is one that pandas has added: it has no name, and distinct whole numbers."""
-    if not _INDEX.fullmatch(name):
+    if not INDEX.fullmatch(name):
         return False
     columns = [part.columns[name] for part in table.files or [table]]
     return all(
