@@ -91,7 +91,7 @@ class BaseStep(AutographMethods):
         metrics = from_names(metrics, logits, one_hot)
         weighted_metrics = from_names(weighted_metrics, logits, one_hot)
         check_loss_and_metrics(
-            None if self.overrides("loss") else self.loss_fn,
+            losses.cross_entropy if self.overrides("loss") else self.loss_fn,
             metrics=metrics,
             weighted_metrics=weighted_metrics,
         )
@@ -415,6 +415,8 @@ class BaseStep(AutographMethods):
             if step is None:
                 labels.check_scaled(self.model, dataset, warns=self.training)
             labels.check_ids(self.model, dataset, step)
+        if self.training and losses.takes_logits(loss_fn) is not None:
+            labels.check_several_classes(dataset)
         if labels.takes_classes(loss_fn):
             labels.check_has_classes(self.model)
             labels.check_labels(labels.CROSS_ENTROPY, self.model, dataset, step)

@@ -77,13 +77,14 @@ def check_kind(model: Any) -> None:
 
 
 def check_loss_and_metrics(loss_fn: Any, **metrics: Any) -> None:
-    """Refuses a ``loss_fn`` that is neither a function nor None, arguments of metrics that are not
-    lists of Keras metrics, such as one name, and two metrics of one name."""
+    """Refuses a ``loss_fn`` that is no function, arguments of metrics that are not lists of Keras
+    metrics, such as one name, and two metrics of one name."""
     if isinstance(loss_fn, Mapping | list | tuple):
         raise UsageError(f"loss_fn is a {type(loss_fn).__name__}: {losses.SEVERAL}")
-    if loss_fn is not None and not callable(loss_fn):
+    if isinstance(loss_fn, type) or not callable(loss_fn):
+        what = f"the class {loss_fn.__name__}" if isinstance(loss_fn, type) else repr(loss_fn)
         raise UsageError(
-            f"loss_fn is {loss_fn!r}: give a function of labels and outputs that returns one loss "
+            f"loss_fn is {what}: give a function of labels and outputs that returns one loss "
             "for each example, such as ctl.losses.mean_squared_error; TrainStep(loss_fn=) takes "
             "Keras's names, too"
         )

@@ -68,6 +68,16 @@ def check_has_classes(model: keras.Model) -> None:
         )
 
 
+def check_several_classes(dataset: Any) -> None:
+    """Raises `UsageError` if ``dataset`` names its classes, and has only one."""
+    info = getattr(dataset, "info", None)
+    if info and len(info.class_names) == 1:
+        raise UsageError(
+            f"{info.name}: all labels are {info.class_names[0]!r}: there is nothing to learn; give "
+            "examples of another class, too"
+        )
+
+
 def check_one_output(loss_fn: Any, metrics: Sequence[keras.metrics.Metric], model: Any) -> None:
     """Raises `UsageError` if a functional ``model`` has several outputs, and a loss of ctl or Keras
     or one of ``metrics`` would get all of them."""
@@ -475,9 +485,18 @@ def _check_binary(labels: np.ndarray, where: str) -> None:
         return
     low, high = labels.min(), labels.max()
     if not low >= 0 <= high <= 1:
+        distinct = np.unique(labels)
+        if len(distinct) <= 2:
+            remedy = f"make 0 and 1 of them: labels == {high:g}"
+        elif np.array_equal(distinct, np.floor(distinct)):
+            remedy = (
+                "number the classes from 0, and give --loss=cross_entropy and an output for each"
+            )
+        else:
+            remedy = "for numbers, give --loss=mean_squared_error (loss_fn= in Python)"
         raise UsageError(
             f"labels{where} are {low:g} to {high:g}, and binary_cross_entropy takes 0 and 1, or "
-            "probabilities: use --loss=cross_entropy and one output for each class"
+            f"probabilities: {remedy}"
         )
 
 
