@@ -575,8 +575,7 @@ def class_weight_from(
     class_weight: list[str] | None, class_names: Sequence[str] = ()
 ) -> dict[int, float] | None:
     """Parses ``["0:1", "yes:5"]`` as the argument of `ctl.TrainStep`; None without weights.
-    ``class_names``: in the order of
-    the numbers.
+    ``class_names`` are in the order of their numbers.
 
     Raises:
         UsageError: for other text, a class that there is not or that is named twice, and a weight
