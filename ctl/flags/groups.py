@@ -397,9 +397,9 @@ def define_code_flags() -> None:
             f"{', '.join(names.LOSSES)}; a loss by Keras's name, such as "
             f"sparse_categorical_crossentropy or mae; or {names.YOURS} for your own: "
             "called with (labels, outputs) in one rank, returns the loss of each example, [n]. The "
-            "first two take logits; of those of Keras, the last layer of the model decides. A step with its "
-            "own loss() need not use it. For click data, the default is binary_cross_entropy: the "
-            "log loss.",
+            "first two take logits; of those of Keras, the last layer of the model decides. A step "
+            "with its own loss() need not use it. For click data, the default is "
+            "binary_cross_entropy: the log loss.",
         )
         flags.DEFINE_string(
             "metrics",
