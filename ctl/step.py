@@ -68,9 +68,10 @@ class TrainStep(BaseStep):
             model or to layers that are attributes of the step. A layer, also one in a list, stands
             for its trainable variables. For a dict of models, a dict with an optimizer, or
             ``(optimizer, schedule)``, for each that trains; or one optimizer for all.
-        loss_fn: ``(labels, outputs) -> losses [n]``; a loss of Keras, by name or as an object,
-            whose reduction is left out. Of a cross entropy by Keras's name, the last layer of the
-            model decides whether it takes logits.
+        loss_fn: ``(labels, outputs) -> losses [n]``, which gets labels and outputs in one rank, as
+            in ``fit``: [n] becomes [n, 1] if the other is that; or a loss of Keras, by name or as
+            an object, whose reduction is left out. Of a cross entropy by Keras's name, the last
+            layer of the model decides whether it takes logits.
         metrics: Keras metrics or their names, updated with ``(labels, outputs)``. Examples of
             weight 0 are left out; each other one counts once.
         weighted_metrics: Keras metrics in which each example counts its weight.

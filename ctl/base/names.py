@@ -109,6 +109,7 @@ TOKENIZERS = {".model": "sentencepiece", ".json": "tokenizers"}
 
 # What the labels are that a loss takes.
 CLASSES, BINARY, NUMBERS = "classes", "binary", "numbers"
+UNKNOWN = "unknown"  # of a loss of the user's own: see `ctl.data.tables.choose`
 
 # What becomes of the values that a table lacks.
 MEAN, DROP = "mean", "drop"
@@ -302,8 +303,11 @@ def has_table(dataset: str) -> bool:
 
 
 def loss_of(loss: str) -> str:
-    """`CLASSES`, `BINARY` or `NUMBERS`: what the labels are that ``loss`` takes, by its name."""
-    if is_function_name(loss) or loss == "cross_entropy" or "categorical" in loss.lower():
+    """`CLASSES`, `BINARY` or `NUMBERS`: what the labels are that ``loss`` takes, by its name.
+    `UNKNOWN` if it is the user's own."""
+    if is_function_name(loss):
+        return UNKNOWN
+    if loss == "cross_entropy" or "categorical" in loss.lower():
         return CLASSES
     return BINARY if "binary" in loss.lower() else NUMBERS
 

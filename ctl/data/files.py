@@ -25,6 +25,7 @@ from ctl.base.names import (
     RECORDS,
     TABLES,
     TARS,
+    UNKNOWN,
     click_day,
     click_files,
     has_table,
@@ -116,6 +117,7 @@ class Files:
         self._last_column = ""  # that has the labels because nothing says which does
         self._sources: dict[str, Any] = {}
         self._needs_labels = needs_labels
+        self._is_own_loss = loss_of == UNKNOWN
         if parts := _clicks(path):
             self._sources = {part: clicks.source(of, path.name) for part, of in parts.items()}
             self._info = clicks.info(path.name)
@@ -165,7 +167,7 @@ class Files:
         every = [source.labels for source in self._sources.values()]
         if loss_of == BINARY and labels.ndim == 1 and all(map(are_classes, every)):
             names = names or ("0", "1")
-        classes = len(choice.classes) if loss_of == CLASSES else None
+        classes = len(choice.classes) if loss_of in (CLASSES, UNKNOWN) and choice.classes else None
         self._info = dataclasses.replace(
             self._info,
             class_names=names,
@@ -368,7 +370,16 @@ class Files:
         lines += _aligned(rows)
         if counted and not self._info.num_classes:  # one output
             lines.append(f"  the positive class, label 1, is {tables.plain(names[1])}")
+        elif self._is_own_loss and self._columns:
+            lines.append(f"  {self._labels_of_own_loss()}")
         return lines
+
+    def _labels_of_own_loss(self) -> str:
+        if classes := self._info.num_classes:
+            return f"labels of your own loss: classes, 0 to {classes - 1}, an output for each"
+        number = self._info.num_outputs
+        outputs = "1 output" if number == 1 else f"{number} outputs"
+        return f"labels of your own loss: these numbers, {outputs} (classes begin at 0)"
 
 
 class _Rows:
@@ -408,7 +419,8 @@ class _Rows:
         kind = np.int64 if choice.classes else np.float32
         targets = tables.labels(kept, choice) if self.has_labels else np.zeros(shape, kind)
         self.table = kept
-        self.labels = targets if loss_of == CLASSES else targets.astype(np.float32)
+        takes_classes = loss_of in (CLASSES, UNKNOWN)
+        self.labels = targets if takes_classes else targets.astype(np.float32)
 
     def __len__(self) -> int:
         return len(self.table)

@@ -33,6 +33,7 @@ from ctl.base.names import (
     NUMBERS,
     RECORDS,
     TABLES,
+    UNKNOWN,
     suffix,
 )
 from ctl.base.remote import AnyPath, on_disk, unzipped
@@ -572,7 +573,8 @@ def choose(
         table: to train on.
         features, labels: names of columns, instead of the choice.
         loss_of: what the loss takes, see `ctl.base.names.loss_of`. Text, and of `CLASSES` whole
-            numbers, too, are the names of classes.
+            numbers, too, are the names of classes. With `UNKNOWN`, numbers are classes only if they
+            are 0, 1, … without a gap.
         missing: `MEAN` fills the missing values of features, see `fitted`, and `DROP` leaves out
             their rows, see `complete`; None for neither.
 
@@ -628,11 +630,13 @@ def choose(
     chosen = fitted(table, Choice(tuple(features), tuple(labels)), missing)
     is_text = any(columns[name].dtype == object for name in labels)
     if not is_text and loss_of != CLASSES:
-        return chosen
+        of_classes = loss_of == UNKNOWN and len(labels) == 1 and _is_numbered(columns[labels[0]])
+        return chosen._replace(classes=_classes(table, labels[0])) if of_classes else chosen
     if len(labels) > 1:
+        remedy = ", for a loss of numbers: give --loss=mean_squared_error or binary_cross_entropy"
         raise UsageError(
-            f"{table.name}: {listed(labels)} are several labels, which must be numbers, for a loss "
-            "of numbers: give --loss=mean_squared_error or binary_cross_entropy"
+            f"{table.name}: {listed(labels)} are several labels, which must be numbers"
+            f"{'' if loss_of == UNKNOWN else remedy}"
         )
     if loss_of == NUMBERS:
         raise UsageError(
@@ -679,6 +683,17 @@ def _check_vary(table: Table, label: str, why: str) -> None:
         )
 
 
+def _is_numbered(column: np.ndarray) -> bool:
+    """Whether the numbers of a column are 0, 1, … without a gap, and few enough for classes."""
+    distinct = np.unique(column)
+    is_few = 1 < len(distinct) <= _most_classes(column)
+    return column.ndim == 1 and is_few and np.array_equal(distinct, np.arange(len(distinct)))
+
+
+def _most_classes(column: np.ndarray) -> int:
+    return min(_MOST_CLASSES, max(20, len(column) // 2))
+
+
 def _classes(table: Table, label: str) -> tuple[str, ...]:
     """The classes of a column, in order."""
     column = table.columns[label]
@@ -697,7 +712,7 @@ def _classes(table: Table, label: str) -> tuple[str, ...]:
             )
         column = column.astype(np.int64)
     distinct = sorted({*column.tolist()})
-    if len(distinct) > min(_MOST_CLASSES, max(20, len(column) // 2)):
+    if len(distinct) > _most_classes(column):
         raise UsageError(
             f"{table.name}: {quoted(label)} has {len(distinct)} values in {len(column)} rows, too "
             f"many for classes: {regression}, or name another column with --labels"

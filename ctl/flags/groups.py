@@ -396,10 +396,10 @@ def define_code_flags() -> None:
             "cross_entropy",
             f"{', '.join(names.LOSSES)}; a loss by Keras's name, such as "
             f"sparse_categorical_crossentropy or mae; or {names.YOURS} for your own: "
-            "called with (labels, outputs), returns the loss of each example, [n]. The first two "
-            "take logits; of those of Keras, the last layer of the model decides. A step with its "
-            "own loss() need not use it. For click data, the default is binary_cross_entropy: the "
-            "log loss.",
+            "called with (labels, outputs) in one rank, returns the loss of each example, [n]. The "
+            "first two take logits; of those of Keras, the last layer of the model decides. A step "
+            "with its own loss() need not use it. For click data, the default is "
+            "binary_cross_entropy: the log loss.",
         )
         flags.DEFINE_string(
             "metrics",

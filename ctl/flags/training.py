@@ -287,7 +287,7 @@ def _check_also_evaluate(dataset: str, also_evaluate: list[str]) -> None:
 def _choose_best_metric(loss: str, metrics: str | None, best_metric: str) -> None:
     """Sets the default metric of the best checkpoint to one that there will be."""
     if metrics is None:
-        accuracy = names.loss_of(loss) != names.NUMBERS
+        accuracy = names.loss_of(loss) in (names.CLASSES, names.BINARY)
     else:
         accuracy = names.is_function_name(metrics) or "accuracy" in metrics.split(",")
     fit_default("best_metric", "accuracy" if accuracy else "loss")

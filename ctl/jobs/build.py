@@ -14,7 +14,15 @@ from absl import logging
 from absl.flags import FLAGS, FlagValues
 
 from ctl.base import console, signals, stores
-from ctl.base.names import NUMBERS, OPTIMIZERS, is_function_name, is_path, loss_of, paths_by_name
+from ctl.base.names import (
+    NUMBERS,
+    OPTIMIZERS,
+    UNKNOWN,
+    is_function_name,
+    is_path,
+    loss_of,
+    paths_by_name,
+)
 from ctl.base.remote import StorePath, located
 from ctl.base.stores import is_url
 from ctl.distributed import cluster
@@ -125,7 +133,7 @@ def prepare(flags: FlagValues = FLAGS) -> Prepared:
             train = data.Augmented(train, flags.augment, seed=flags.seed)
     _show(files)
     logging.info("training data: %s", train.description)
-    if loss_of(flags.loss) == NUMBERS:
+    if loss_of(flags.loss) in (NUMBERS, UNKNOWN) and not train.info.num_classes:
         warn_of_scale(train)
     for data_to_evaluate in (evaluation, *others.values()):
         logging.info("evaluation data: %s", data_to_evaluate.description)

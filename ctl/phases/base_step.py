@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from ctl.base.autograph import AutographMethods, with_autograph
+from ctl.base.autograph import AutographMethods
 from ctl.base.models import Models, as_model
 from ctl.base.names import WEIGHTINGS, check_name
 from ctl.distributed import local_batch, replicas
@@ -111,6 +111,7 @@ class BaseStep(AutographMethods):
         self.input_specs: Any = None  # specs of the model's inputs, once traced
         self.returns_outputs = True  # of `loss`, in the last trace
         self.has_weights = False  # of batches, in the last trace
+        self.broadcasts = False  # its loss_fn has [n, n], in the last trace
         self._window: tuple[Sequence[tf.Tensor], Rows] | None = None  # see `window`
 
     def preprocess(self, features: Any) -> Any:
@@ -142,7 +143,12 @@ class BaseStep(AutographMethods):
             each = losses.of_each(self.loss_fn, labels, outputs)
         else:
             with naming_keys((), labels=labels, outputs=outputs):
-                each = with_autograph(self.loss_fn)(labels, outputs)
+                each = losses.of_function(self.loss_fn, labels, outputs)
+        if losses.broadcasts(each, labels, outputs) and not self.broadcasts:
+            if each.shape.rank != 1:
+                raise UsageError(losses.BROADCASTS)
+            self.broadcasts = True
+            logging.warning("%s", losses.BROADCASTS)
         each = local_batch.one_for_each_example(each, source="loss_fn")
         if weights is None:
             return each, outputs

@@ -89,6 +89,14 @@ SEVERAL = (
     "each example; self.log in a loss() of your own logs each"
 )
 
+# What to say of a loss that `broadcasts`.
+BROADCASTS = (
+    "loss_fn combines [n] with [n, 1] to [n, n], so each example meets the labels of all others: a "
+    "function gets labels and outputs in one rank, such as [n, 1], so write labels - outputs; a "
+    "keras.losses.Loss with its own call() gets them as they are, so give labels of the shape of "
+    "the outputs"
+)
+
 _SPARSE = ("sparse_categorical_crossentropy", "sparsecategoricalcrossentropy")
 
 
@@ -224,6 +232,49 @@ def of_each(loss: keras.losses.Loss, labels: Any, outputs: Any) -> tf.Tensor:
             "not Keras's: override loss() of the step, and weigh the places there"
         )
     return _mean(losses)
+
+
+def of_function(function: Callable[..., Any], labels: Any, outputs: Any) -> Any:
+    """Returns ``function(labels, outputs)``. Both have one rank, as in `fit`: if one lacks the last
+    axis of the other, and this axis is 1, [n] becomes [n, 1], and others lose it."""
+    if isinstance(labels, tf.Tensor) and isinstance(outputs, tf.Tensor):
+        known = labels.shape.rank and outputs.shape.rank
+        if known and labels.shape.rank - outputs.shape.rank == 1:
+            outputs, labels = _of_one_rank(outputs, labels)
+        elif known and outputs.shape.rank - labels.shape.rank == 1:
+            labels, outputs = _of_one_rank(labels, outputs)
+    return with_autograph(function)(labels, outputs)
+
+
+def _of_one_rank(lower: tf.Tensor, higher: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    if higher.shape[-1] != 1:
+        return lower, higher
+    if lower.shape.rank == 1:
+        return lower[:, tf.newaxis], higher
+    return lower, tf.squeeze(higher, axis=-1)
+
+
+_ARITHMETIC = "AddV2", "Sub", "Mul", "RealDiv", "SquaredDifference"
+
+
+def broadcasts(value: Any, *of: Any) -> bool:
+    """Whether arithmetic of [n] with [n, 1], which gives [n, n], leads from the tensors ``of`` to
+    ``value``, as far as a graph shows it. False in eager mode."""
+    if tf.executing_eagerly() or not isinstance(value, tf.Tensor):
+        return False
+    seen = {one.op for one in tf.nest.flatten(of) if isinstance(one, tf.Tensor)}
+    left = [value.op]
+    while left:
+        if (op := left.pop()) in seen:
+            continue
+        seen.add(op)
+        if op.type in _ARITHMETIC and op.outputs[0].shape.rank == 2:
+            low, high = sorted((one.shape for one in op.inputs), key=lambda shape: shape.rank or 0)
+            size = low[0] if low.rank == 1 else 1
+            if size != 1 and [*high] == [size, 1] and [*op.outputs[0].shape] == [size, size]:
+                return True
+        left += [one.op for one in op.inputs]
+    return False
 
 
 # Those whose labels need not have the shape of the outputs.

@@ -31,7 +31,7 @@ from ctl.phases.tracked_state import has_state
 # Attributes of a step that `TraceKey` holds, or that the loop sets.
 _OURS = frozenset(
     ("observer", "bytes_per_pack", "jit_compile", "flops", "trace_guards", "tracked")
-    + ("input_specs", "returns_outputs", "has_weights")
+    + ("input_specs", "returns_outputs", "has_weights", "broadcasts")
 )
 
 # Attributes of a step that a checkpoint holds in another way, see `ctl.control.state`.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl.base.names import BINARY, NUMBERS, has_table
+from ctl.base.names import BINARY, NUMBERS, has_table, loss_of
 from ctl.data import Files, Splits, Streaming
 from ctl.errors import UsageError
 from ctl.flags.early import check_path
@@ -317,6 +317,35 @@ def test_columns_with_decimal_commas_are_named(tmp_path, caplog):
     assert (
         "t.csv: columns that are text, because their numbers have commas: a; write" in caplog.text
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "labels", "said"),
+    [
+        (["-19", "51"], {-19.0, 51.0}, "these numbers, 1 output (classes begin at 0)"),
+        (["0.5", "2"], {0.5, 2.0}, "these numbers"),
+        (["0", "1", "3"], {0.0, 1.0, 3.0}, "these numbers"),
+        (
+            [*map(str, range(120))],
+            {*map(float, range(120))},
+            "these numbers",
+        ),  # too many for classes
+        (["0", "2", "1"], {0, 1, 2}, "classes, 0 to 2, an output for each"),
+        (["no", "yes"], {0, 1}, "classes, 0 to 1"),
+    ],
+)
+def test_labels_of_a_loss_of_ones_own(tmp_path, values, labels, said):
+    rows = [f"{n % 7}.5,{values[n % len(values)]}" for n in range(120)]
+    (tmp_path / "a.csv").write_text("\n".join(["x,y", *rows, ""]))
+    files = Files(tmp_path / "a.csv", loss_of=loss_of("mine.py:pinball"))
+    train = load(files, "train")
+    assert {*train.arrays[1].tolist()} == labels
+    classes = isinstance(max(labels), int)
+    assert (train.info.num_classes, train.info.num_outputs) == (
+        (len(labels), None) if classes else (None, 1)
+    )
+    assert train.arrays[1].dtype == (np.int64 if classes else np.float32)
+    assert said in files.table()[-1]
 
 
 def test_probabilities_are_no_classes(tmp_path):

@@ -61,6 +61,53 @@ def test_a_training_has_the_numbers_of_fit(loss, theirs, outputs, activation, la
         assert results["accuracy"] == pytest.approx(expected["accuracy"])
 
 
+def squared(labels, outputs):
+    return tf.reduce_mean(tf.square(labels - outputs), axis=-1)
+
+
+class Squared(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return squared(y_true, y_pred)
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels", "shape", "warns"),
+    [
+        (squared, BINARY, [1], False),
+        (squared, BINARY[:, None], [1], False),
+        (squared, BINARY[:, None], [], False),
+        (squared, ONE_HOT, [3, 1], False),
+        (squared, ONE_HOT[..., None], [3], False),
+        (squared, ONE_HOT, [3], False),
+        (Squared(), BINARY[:, None], [1], False),
+        (Squared(), BINARY, [1], True),  # broadcast by Keras, too
+        (keras.losses.sparse_categorical_crossentropy, CLASSES, [3], False),
+        (keras.losses.sparse_categorical_crossentropy, CLASSES[:, None], [3], False),
+    ],
+)
+def test_a_function_gets_labels_and_outputs_in_one_rank_as_in_fit(
+    loss, labels, shape, warns, caplog
+):
+    def made():
+        made = model(int(np.prod(shape)), None)
+        made.add(keras.layers.Reshape(shape))
+        return made
+
+    ours, plain = made(), made()
+    ctl.Loop(ctl.TrainStep(ours, "sgd", loss), batches(labels)).train(4)
+    plain.compile("sgd", loss)
+    plain.fit(batches(labels), verbose=0)
+    for one, other in zip(ours.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    assert caplog.text.count(losses.BROADCASTS) == warns
+
+
+def test_a_loss_of_all_pairs_is_refused():
+    loss = lambda labels, outputs: (labels - outputs[:, 0]) ** 2  # noqa: E731
+    with pytest.raises(UsageError, match="labels and outputs in one rank"):
+        ctl.Loop(ctl.TrainStep(model(1), "sgd", loss), batches(BINARY)).train(1)
+
+
 @pytest.mark.parametrize("name", KERAS_LOSSES)
 def test_the_table_is_that_of_keras(name):
     kind = getattr(keras.losses, KERAS_LOSSES[name])
