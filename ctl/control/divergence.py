@@ -24,8 +24,7 @@ from ctl.step import TrainStep
 # its initial value to 1, so more skips than that are not its search for a scale.
 _MOST_SKIPPED = 100
 
-# For which the batches since the last good weights are searched for what is not finite.
-_SEARCH_SECONDS = 5.0
+_SEARCH_SECONDS = 3.0  # for an example that is not finite
 
 _REMEDY = "try a lower learning rate, clipping (--clip_norm) or --on_nan=skip"
 
@@ -69,7 +68,7 @@ class Divergence:
             self._first, self._finite_until = False, step - steps
         if not math.isfinite(loss):
             bad = self._first_bad(step - steps, outcome.finite)
-            self._end(f"the loss is {loss} at step {bad}", self._remedy(bad - 1, bad))
+            self._end(f"the loss is {loss} at step {bad}", self._remedy(self._finite_until, bad))
         self._skipped_in_a_row = self._skipped_in_a_row + skipped if skipped == steps else 0
         if self._skipped_in_a_row >= _MOST_SKIPPED:
             self._end(
@@ -97,10 +96,11 @@ class Divergence:
         self._finite_until = step
 
     def _remedy(self, begin: int, end: int) -> str:
-        """What to do; it names an example that has a NaN, if a step after ``begin`` had one."""
+        """What to do; it names an example that has a NaN, if one of the steps before ``end``, or
+        this one, and after ``begin`` had it, and a search for some seconds finds it."""
         deadline = time.monotonic() + _SEARCH_SECONDS
         with watchdog.host("the data of a batch"):
-            for step in range(max(begin, 0) + 1, end + 1):
+            for step in range(end, max(begin, 0), -1):
                 if examples := labels.not_finite(self._dataset, step):
                     return f"{examples}: mend the data, or leave them out"
                 if time.monotonic() > deadline:

@@ -44,6 +44,13 @@ def is_alone(strategy: tf.distribute.Strategy) -> bool:
     return isinstance(strategy, tf.distribute.OneDeviceStrategy) or is_default(strategy)
 
 
+def devices_of(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
+    """The devices of the replicas of this process; of the default strategy, that of TensorFlow."""
+    if is_default(strategy):
+        return (tf.zeros([]).device,)
+    return tuple(strategy.extended.worker_devices)
+
+
 def has_one_device(strategy: tf.distribute.Strategy) -> bool:
     """Whether one replica runs in this process."""
     return is_default(strategy) or len(strategy.extended.worker_devices) == 1

@@ -24,6 +24,7 @@ from ctl.base.tf_internals import gpu_memory_limits
 from ctl.base.units import size_text
 from ctl.data.global_batches import read_again
 from ctl.distributed import workers
+from ctl.distributed.replicas import devices_of
 from ctl.phases.fetching import ids_of
 from ctl.phases.optimizers import optimizer_of, slots_of
 from ctl.phases.plan.plan import TableWay, lines_of
@@ -79,7 +80,7 @@ def plan_tables(step: Any, strategy: tf.distribute.Strategy, dataset: Any) -> No
         known = [_Looked(*of[variable.path]) for of, _ in every if of and variable.path in of]
         looked[variable.path] = _Looked(*map(max, zip(*known, strict=True))) if known else None
     held = sum(_size(table) for table, _ in tables if not isinstance(table, Uninitialized))
-    held *= len(strategy.extended.worker_devices)
+    held *= len(devices_of(strategy))
     memory = held + int(_SHARE * min(available for _, available in every))
     step.table_plan = _decide(step, strategy, tables, looked, memory)
     for line in lines_of(step.table_plan):
@@ -94,7 +95,7 @@ def _decide(
     memory: int,
 ) -> tuple[TableWay, ...]:
     """``memory``: bytes of a worker that all tables may take, with their slots."""
-    count, local = strategy.num_replicas_in_sync, len(strategy.extended.worker_devices)
+    count, local = strategy.num_replicas_in_sync, len(devices_of(strategy))
     ways: list[TableWay] = []
     for variable, layers in tables:
         rows, width = variable.shape
@@ -150,8 +151,8 @@ def _slots(optimizer: keras.optimizers.Optimizer) -> int:
 def _available(strategy: tf.distribute.Strategy) -> int:
     """Bytes of memory of this worker that nothing uses, of all its replicas together. Of GPUs, what
     TensorFlow may take."""
-    if "GPU" in strategy.extended.worker_devices[0].upper():
-        return min(gpu_memory_limits()) * len(strategy.extended.worker_devices)
+    if "GPU" in devices_of(strategy)[0].upper():
+        return min(gpu_memory_limits()) * len(devices_of(strategy))
     lines = Path("/proc/meminfo").read_text("ascii").splitlines()
     free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     with contextlib.suppress(OSError, ValueError):  # no limit is the word "max"

@@ -115,6 +115,7 @@ class Case:
     class_weight: bool = False  # the classes have weights, too
     labels: str = "int64"
     fault: str = ""  # nan, label
+    relu: bool = False  # hides the nan from the loss, on a CPU
     fault_row: int = 0
     bad_label: int = CLASSES
 
@@ -194,6 +195,8 @@ def valid(case: Case) -> Case:
     if case.fault == "label" and not in_memory and (skips or case.heads == 2):
         # XLA makes a NaN of a label that is no class. ctl skips that, or does not know the loss.
         changes |= {"jit_compile": False}
+    if case.relu and changes.get("fault", case.fault) != "nan":
+        changes |= {"relu": False}
     if case.change == "scale" and case.fault == "label":  # of a loss of its own, not checked
         changes |= {"fault": ""}
     if case.heads == 2:  # the labels are not classes alone
@@ -355,6 +358,7 @@ def cases(draw: st.DrawFn) -> Case:
         checked=checked if rarely(5) else "",
         pause=draw(st.integers(1, 3)) if rarely(4) else 0,
         seed=draw(st.integers(0, 99)),
+        relu=choice(False, True),
     )
     return valid(case)
 

@@ -92,7 +92,7 @@ def _make_model(case: Case) -> keras.Model:
         )
         norm.trainable = case.frozen != "norm"
         x = norm(x)
-    x = keras.ops.tanh(x)
+    x = keras.ops.relu(x) if case.relu else keras.ops.tanh(x)
     x = layers.LeakyReLU(0.3, name="slope")(x) if case.change == "slope" else x
     if case.shared:
         again = layers.Dense(HIDDEN, "tanh", name="shared")

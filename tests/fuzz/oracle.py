@@ -418,7 +418,8 @@ def _train(case: Case, batches: list[Any], noise: float = 0.0, scaled: float = 1
             same_call = batches[number + 1 : number + (case.steps_per_loop or len(batches))]
             if any(_refused_batch(case, later) for later in same_call):
                 return End("unclear")  # either fault may be found first
-            return End("diverged", f"the loss is .* at step {number + 1};")
+            later = r"\d+;|is not finite at step|The state has a NaN" if case.relu else ""
+            return End("diverged", f"(the loss is .* at step {later or f'{number + 1};'})")
         if number + 1 == case.pause and not _finite(training.values()):
             return End("diverged", "The state has a NaN or Inf")
         if number not in training.skipped:

@@ -66,6 +66,13 @@ def test_what_is_chosen(mirrored, memory, options, ways):
     ]
 
 
+def test_without_a_strategy():
+    strategy = tf.distribute.get_strategy()
+    loop = make(strategy, 2 * LARGE + 3 * SMALL)
+    assert [one.how for one in loop.step.table_plan] == ["dense", "by rows"]
+    assert table_plan._available(strategy) > 0
+
+
 def test_bytes_and_memory(mirrored, warnings_of):
     """Of all ids at once: each replica looks up at most 40 different rows, and sends each."""
     loop = make(mirrored(2), -3 * LARGE, sparse_rows="on", count=BATCH)
