@@ -232,7 +232,8 @@ class Loop:
         actions: called with a `Status` after each call of `Steps.run`. If an action has a method
             ``steps_until_due(step) -> int`` (see `ctl.actions.Every`), calls end where it is due.
         eval_actions: called with ``(step, results)`` after each evaluation; may return `STOP`. They
-            run after the checkpoint of ``step``; their changes are in the next one.
+            run after `train_and_evaluate` has saved ``step``; if they or callbacks change the
+            state of the step, it is saved again.
         steps_per_loop: maximum steps per call; by default, as many as fit in half a second.
 
     Attributes:
@@ -610,6 +611,19 @@ class Loop:
         self._own_saves.last_own = step
 
     @contextlib.contextmanager
+    def _saving_changes(self, step: int) -> Iterator[None]:
+        """Inside, ``step`` is evaluated. Saves it again if actions or callbacks have changed it."""
+        followed = self.eval_actions or any(getattr(w, "callbacks", ()) for w in self.watchers)
+        if not (self.checkpoints and followed):
+            yield
+            return
+        unchanged = self.state.now() if self._is_chief else None
+        yield
+        if workers.any_of(self.strategy, bool(unchanged and not unchanged())):
+            self._own_saves.last_own = step  # so that `save` replaces it
+            self.save()
+
+    @contextlib.contextmanager
     def _saving(self, until: int, total: int) -> Iterator[None]:
         """Inside, the loop trains to ``until``. Saves at the end of the whole training, and returns
         when the last save is on disk."""
@@ -740,7 +754,8 @@ class Loop:
             if due and self._evaluated is None:
                 if self.checkpoints:
                     self.save()
-                self._evaluated = self.evaluate(on_progress, eager=eager)
+                with self._saving_changes(step):
+                    self._evaluated = self.evaluate(on_progress, eager=eager)
                 self._annotate(step, wait=ends or self.stopped)
             if ends or self.stopped:
                 return self._evaluated or {}
