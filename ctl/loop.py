@@ -449,7 +449,7 @@ class Loop:
         elif warns:
             logging.warning(
                 "no step is run: %s ended the training at step %d; to go on, set loop.stopped = "
-                "False",
+                "False (--extend)",
                 *(self._ended_by or "an action or a callback", step),
             )
         return False
@@ -460,6 +460,8 @@ class Loop:
         self._evaluated = self._evaluated if step == before else None
         self.scalars.rates = self.step.updater.learning_rates(step - 1)
         workers.check_all_ended(self.strategy, step)
+        if step == 0:
+            raise UsageError("the training data have no examples: look at what filters them")
         with watchdog.collective("the end of the data", first=True):
             self.scalars.add_left()
         lost = f"; the losses of its last {step - before} are not logged" if step > before else ""
@@ -730,8 +732,9 @@ class Loop:
         every = evaluation_interval(evaluate_every, self.dataset)
         evaluator = self._evaluator()
         check_watched(self.eval_actions, evaluator)
-        # A finished run that is begun again has its results, as it should.
-        runs = self._runs(self.global_step, until, warns=bool(self.history.steps))
+        # A finished run that is begun again as it was has its results, as it should.
+        as_it_was = not self.history.steps and self.global_step == until and not self.stopped
+        runs = self._runs(self.global_step, until, warns=not as_it_was)
         with (
             self._showing(progress, runs, eager) as bar,
             counting_epochs(callbacks, self, until, every, epochs, self._say) as counted,
