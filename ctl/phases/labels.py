@@ -125,16 +125,27 @@ def takes_binary(loss_fn: Any) -> bool:
 
 
 def check_features(model: keras.Model, dataset: Any) -> None:
-    """Raises `UsageError` if the features of ``dataset`` have another shape than ``model`` takes.
+    """Raises `UsageError` if the features of ``dataset`` have another shape than ``model`` takes,
+    or are text and it takes numbers.
 
     Args:
         model: checked only if it is functional or sequential.
-        dataset: checked if its batches are ``(features, labels)``, with or without weights, and
-            features are one tensor.
+        dataset: checked if its batches are ``(features, labels)``, with or without weights; the
+            shape, if features are one tensor.
     """
     inputs = getattr(model, "inputs", None)
     batch = batch_spec(dataset)
-    if not inputs or len(inputs) != 1 or not local_batch.has_parts(batch):
+    if not inputs or not local_batch.has_parts(batch):
+        return
+    for one, spec in _by_input(batch[0], inputs):
+        if spec.dtype == tf.string and one.dtype != "string":
+            which = f"features {one.name}" if len(inputs) > 1 else "features"
+            raise UsageError(
+                f"the {which} are text, and the model takes {one.dtype}: give numbers, "
+                "for text that spells them x.astype('float32'); for words, "
+                "keras.layers.StringLookup(vocabulary=…)(x)"
+            )
+    if len(inputs) != 1:
         return
     features: Any = batch[0]
     if not isinstance(features, tf.TensorSpec) or features.shape.rank is None:

@@ -40,6 +40,19 @@ def test_features_of_another_shape(given, right, kind):
         Loop(step, data, global_batch_size=2)
 
 
+@pytest.mark.parametrize("kind", ["arrays", "tf.data"])
+@pytest.mark.parametrize("text", [np.array([["red"]] * 6), np.array([["red"]] * 6, object)])
+def test_features_that_are_text(kind, text):
+    inputs = {"a": keras.Input([1], name="a"), "b": keras.Input([1], name="b")}
+    model = keras.Model(inputs, keras.layers.Dense(2)(inputs["a"] + inputs["b"]))
+    arrays = {"a": np.zeros([6, 1], np.float32), "b": text}, np.zeros(6, int)
+    data = arrays if kind == "arrays" else tf.data.Dataset.from_tensor_slices(arrays).batch(2)
+    with pytest.raises(UsageError, match="^the features b are text, and the model takes float32"):
+        Loop(TrainStep(model, "sgd"), data, global_batch_size=2)
+    words = keras.Sequential([keras.Input([1], dtype="string"), keras.layers.StringLookup()])
+    labels.check_features(words, GlobalBatches(tf.data.Dataset.from_tensors((text, [0] * 6))))
+
+
 def test_features_without_batches():
     data = tf.data.Dataset.from_tensors((np.zeros(4, np.float32), np.zeros(1, np.int64)))
     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
