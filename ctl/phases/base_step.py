@@ -28,6 +28,7 @@ from ctl.phases.checks import (
     naming_keys,
     refuses_summaries,
     replaces_loss,
+    warn_of_compiled,
 )
 from ctl.phases.logged import TAKEN, Logged, Rows
 from ctl.phases.metrics import from_names, makes_variables_late, update_metric
@@ -103,6 +104,7 @@ class BaseStep(AutographMethods):
                 "evaluation in one of ctl.EvalStep (its eval_step)"
             )
         self.model = model
+        warn_of_compiled(self)
         self.metrics = list(metrics)
         self.weighted_metrics = list(weighted_metrics)
         self.weighting = weighting
