@@ -90,7 +90,7 @@ class BaseStep(AutographMethods):
         logits = losses.takes_logits(self.loss_fn) and losses.gives_logits(model) is not False
         one_hot = losses.is_one_hot(self.loss_fn)
         metrics = from_names(metrics, logits, one_hot)
-        weighted_metrics = from_names(weighted_metrics, logits, one_hot)
+        weighted_metrics = from_names(weighted_metrics, logits, one_hot, others=metrics)
         check_loss_and_metrics(
             None if self.overrides("loss") else self.loss_fn,
             metrics=metrics,
