@@ -240,6 +240,12 @@ def write_predictions(evaluator: Evaluator, files: Files | None, labels: Sequenc
     from ctl.inspect import predictions
 
     step, dataset, info = evaluator.step, evaluator.dataset, evaluator.dataset.info
+    if info.split.startswith("train[") and not FLAGS.eval_split:
+        logging.info(
+            "the predictions are of %s alone, which the training held out: for all rows, give "
+            "--eval_split=train",
+            info.split,
+        )
     outputs = predictions.collect(step, dataset, evaluator.strategy)
     of_data = "row", [*map(str, range(len(outputs)))]
     named = files.names(info.split) if files else of_data

@@ -266,12 +266,11 @@ def _run(
     ):
         if loop.global_step < total and not FLAGS.eager:
             logging.info("compiling the first step: this takes some seconds")
-        every: int | str = total
-        if prepared.steps_per_epoch is not None or FLAGS["evaluate_every"].present:
-            every = FLAGS.evaluate_every
-            prepared.every("evaluate_every")  # its errors name the flag
         last = loop.train_and_evaluate(
-            total, evaluate_every=every, on_progress=on_progress, eager=FLAGS.eager
+            total,
+            evaluate_every=prepared.evaluate_every,
+            on_progress=on_progress,
+            eager=FLAGS.eager,
         )
         steps = loop.global_step
         if FLAGS.restore_best_weights and (best := loop.restore_best_weights()):

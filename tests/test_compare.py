@@ -57,6 +57,23 @@ def test_the_table_and_the_json(zygote_without_tensorflow, runs):
     assert cells["steps"] == ["200", "100 of 200"] and cells["train time"] == ["20.0 s", "10.0 s"]
 
 
+def test_a_flag_that_is_not_set_has_its_default(tmp_path):
+    """Unless it has no effect, or has no default."""
+    unset = {"schedule": "cosine", "plateau_patience": None, "clip_norm": None}
+    one = make_run(tmp_path / "a", 1e-3, **unset)
+    config = json.loads((one / "config.json").read_text())
+    config["flags"]["learning_rate"] = None
+    (one / "config.json").write_text(json.dumps(config))
+    set_all = {"schedule": "plateau", "plateau_patience": 3, "clip_norm": 1.0}
+    other = make_run(tmp_path / "b", 0.1, **set_all)
+    header, rows = tables([read(one), read(other)])["Flags that differ"]
+    values = dict(zip(header, rows[0], strict=True))
+    assert values["learning_rate"] == "0.001"
+    assert values["plateau_patience"] == values["clip_norm"] == "not set"
+    same = make_run(tmp_path / "c", 1e-3, **unset)
+    assert "Flags that differ" not in tables([read(one), read(same)])
+
+
 def test_workers_are_replicas(tmp_path):
     """`ctl.launch` tells them their number, by no flag."""
     launched = make_run(tmp_path / "a", 0.1, replicas=None, workers=None)

@@ -56,7 +56,7 @@ def test_job_log(job):
     _, model_dir = job
     train, evaluated = records(model_dir, "train"), records(model_dir, "eval")
     assert len(train) + len(evaluated) == len(records(model_dir))
-    assert [r["step"] for r in train] == [100, 200, 300, 313]  # 2 * 10,000 / 64 = 312.5
+    assert [r["step"] for r in train] == [100, 157, 200, 300, 313]  # 2 * 10,000 / 64 = 312.5
     assert [r["step"] for r in evaluated] == [157, 313]
     common = {"schema", "phase", "step", "epoch", "time", "loss", "accuracy"}
     speed = {"steps_per_second", "examples_per_second"}

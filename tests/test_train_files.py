@@ -75,7 +75,10 @@ def test_a_table(zygote, table, tmp_path):
     assert says in last_line(again)
     table.write_text(table.read_text().replace("elm", "oak").replace("\n1", "\n2"))
     again = zygote.run(*command, "--train_steps=40", "--global_batch_size=20", exit_code=4)
-    assert "is from another run: content was" in last_line(again)
+    says = (
+        f"another run: the content of {table.name} has changed since then; use the same flags and"
+    )
+    assert says in last_line(again)
 
 
 def encoded(found: dict, row: dict[str, str]) -> list[float]:
@@ -252,3 +255,7 @@ def test_predictions_for_files_without_labels(zygote, tmp_path):
     loss = np.mean((expected - (2 * numbers[:, 0] - numbers[:, 1])) ** 2)
     assert json.loads(shown.stdout)["loss"] == pytest.approx(loss, rel=1e-3)
     assert [row["price"] for row in csv.DictReader(out.open())] == [row["price"] for row in rows]
+    assert "held out" not in shown.stderr
+    shown = zygote.run(EVALUATE, run, to)
+    assert "of train[90%:] alone, which the training held out: for all rows, give" in shown.stderr
+    assert len([*csv.DictReader(out.open())]) == 12

@@ -15,6 +15,7 @@ from helpers import CLASSES, FEATURES, make_loop, mlp
 from ctl.base import tracebacks
 from ctl.control.evaluator import Evaluator
 from ctl.data import InMemory, Streaming
+from ctl.data.dataset import DatasetInfo
 from ctl.errors import UsageError
 from ctl.flags import early
 from ctl.jobs import named
@@ -79,7 +80,10 @@ REFUSED = {
     ),
     "softmax": (GOOD, {"model": ending(5, "softmax")}, r"ends in a softmax \(layer last\).*logits"),
     "sigmoid": ([0, 1], {"model": ending(1, "sigmoid"), **BINARY}, "ends in a sigmoid .*last"),
-    "binary classes": ([0, 3], {"model": ending(1, None), **BINARY}, "labels are 0 to 3, and"),
+    "binary classes": ([0, 3], {"model": ending(1, None), **BINARY}, "0 to 3, .*: labels == 3$"),
+    "signs": ([1, -1, 1], {"model": ending(1, None), **BINARY}, "-1 to 1, .*: labels == 1$"),
+    "of three": ([0, 1, 2], {"model": ending(1, None), **BINARY}, "0 to 2, .*, and give .*cross_e"),
+    "no classes": (FLOATS, {"model": ending(1, None), **BINARY}, "for numbers, give .*mean_squ"),
     "no such optimizer": (GOOD, {"optimizer": lambda: "adm"}, "unknown optimizer 'adm': .*'adam'"),
     "clipping": (GOOD, {"optimizer": lambda: keras.optimizers.Nadam(clipnorm=1.0)}, "use TrainSt"),
     "a class": (
@@ -97,6 +101,19 @@ def test_mistakes_in_python(name):
     with pytest.raises(UsageError, match=reason) as error:
         loop_of(labels, **options)
     assert "\n" not in str(error.value) and "user code" not in str(error.value)
+
+
+@pytest.mark.parametrize("loss_fn", ["cross_entropy", "binary_crossentropy"])
+def test_one_class_is_nothing_to_learn(loss_fn):
+    info = DatasetInfo("photos", class_names=("cat",))
+    data = InMemory(
+        (np.zeros([4, FEATURES], "float32"), np.zeros(4)), global_batch_size=2, info=info
+    )
+    with pytest.raises(
+        UsageError, match="^photos: all labels are 'cat': there is nothing to learn"
+    ):
+        make_loop(data=data, model=ending(1, None), loss_fn=loss_fn)
+    make_loop(data=data, model=ending(1, None), loss_fn="mse")
 
 
 def test_what_is_no_mistake():

@@ -255,11 +255,12 @@ class Log:
     ):
         """``steps_per_epoch`` is used until the first training record."""
         self.sinks = sinks
+        self.step = -1  # of the last training record
         self._clock = clock
         self._steps_per_epoch = steps_per_epoch
 
     def __call__(self, status: Status) -> None:
-        self._steps_per_epoch = status.steps_per_epoch
+        self._steps_per_epoch, self.step = status.steps_per_epoch, status.step
         self._write("train", status.step, status.scalars(), until=status.until)
         status.reset()
 

@@ -191,6 +191,9 @@ def _is_for_the_user(record: python_logging.LogRecord) -> bool:
     return record.levelno >= python_logging.WARNING or record.pathname.startswith(_PACKAGE)
 
 
+_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+
+
 def load_tensorflow(errors: bool = True) -> None:
     """Imports TensorFlow and Keras and lists the devices.
 
@@ -202,7 +205,7 @@ def load_tensorflow(errors: bool = True) -> None:
         errors: False silences errors of the C++ code and of the coordinator of parameter servers,
             which writes hundreds of lines about a lost worker, a normal event there.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if errors else "3")
+    os.environ[_LEVEL] = log_level(os.environ.get(_LEVEL), errors)
     if "AUTOGRAPH_VERBOSITY" not in os.environ:
         python_logging.getLogger("tensorflow").addFilter(
             lambda record: not str(record.msg).startswith("AutoGraph could not ")
@@ -217,6 +220,13 @@ def load_tensorflow(errors: bool = True) -> None:
         tf.config.list_physical_devices()
     gc.freeze()
     gc.enable()
+
+
+def log_level(given: str | None, errors: bool) -> str:
+    """The ``TF_CPP_MIN_LOG_LEVEL`` of a command, for the one that is ``given``: without ``errors``,
+    2, which many set to see less, is 3."""
+    level = given or "2"
+    return "3" if level == "2" and not errors else level
 
 
 def run_first_operation() -> None:

@@ -1,11 +1,13 @@
-"""What Keras and Lightning call arguments and methods of a loop, for the errors about them."""
+"""Errors about arguments and methods that a step or a loop does not have: they say what Keras and
+Lightning call so, or which name is close."""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import NoReturn, ParamSpec, TypeVar
 
 from ctl.errors import UsageError
 
@@ -44,6 +46,7 @@ OF_STEPS = {
     **dict.fromkeys(("clipnorm", "global_clipnorm", "max_grad_norm"), "call it clip_norm"),
     "gradient_accumulation_steps": "call it accumulate_steps",
     "auto_scale_loss": "call it loss_scale, and give it with a mixed_float16 policy",
+    "label_smoothing": "give loss_fn=functools.partial(ctl.losses.cross_entropy, smoothing=…)",
     "seed": "call it random_seed",
     "run_eagerly": "give eager=True to loop.train(…)",
     "steps_per_execution": "give Loop(steps_per_loop=…), or leave it out: ctl chooses it",
@@ -86,7 +89,7 @@ _R = TypeVar("_R")
 
 def refuses_foreign(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Returns ``function``, which raises `UsageError` for an argument that it does not have and
-    that is one of `ARGUMENTS`."""
+    that is one of `ARGUMENTS`, and `TypeError` with the closest name for others."""
     known = inspect.signature(function).parameters.keys()
 
     @functools.wraps(function)
@@ -94,17 +97,29 @@ def refuses_foreign(function: Callable[_P, _R]) -> Callable[_P, _R]:
         for name in kwargs.keys() - known:
             if advice := ARGUMENTS.get(name):
                 raise UsageError(f"{function.__qualname__} has no argument {name}: {advice}")
+            raise _unexpected(function.__qualname__, name, known)
         return function(*args, **kwargs)
 
     return call
 
 
-def refuse_argument_of_step(kind: str, name: str) -> None:
-    """Raises `UsageError` for an argument that a step of the class ``kind`` does not have, if it is
-    one of `OF_STEPS` or `ARGUMENTS`."""
+def refuse_argument_of_step(kind: type, name: str, options: Iterable[str]) -> NoReturn:
+    """Raises the error for an argument that a step of the class ``kind`` does not have:
+    `UsageError` if it is one of `OF_STEPS` or `ARGUMENTS`, else `TypeError` with the closest name.
+    ``options``: the arguments that no ``__init__`` names."""
     of_loop = {one: advice for one, advice in ARGUMENTS.items() if advice is not _STEP}
     if advice := (of_loop | OF_STEPS).get(name):
-        raise UsageError(f"{kind} has no argument {name}: {advice.format(name=name)}")
+        raise UsageError(f"{kind.__name__} has no argument {name}: {advice.format(name=name)}")
+    made = [vars(base)["__init__"] for base in kind.__mro__[:-1] if "__init__" in vars(base)]
+    known = {each for function in made for each in inspect.signature(function).parameters}
+    raise _unexpected(kind.__name__, name, known | {*options})
+
+
+def _unexpected(function: str, name: str, known: Iterable[str]) -> TypeError:
+    """The error of Python, with the name in ``known`` that is closest to ``name``."""
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    hint = f". Did you mean {close[0]!r}?" if close else ""
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def missing_attribute(

@@ -45,17 +45,20 @@ def convert(function: Callable) -> Callable:
     return autograph.tf_convert(function, autograph.control_status_ctx())
 
 
-def key_of(error: KeyError) -> str:
-    """The key that there is not, as Python shows it, also of an error of AutoGraph's."""
+def missing_key(error: Exception) -> str:
+    """The key that there is not, as Python shows it; empty if ``error`` is neither a `KeyError` nor
+    what AutoGraph, which may raise an error of another type, has made of one."""
     metadata = getattr(error, "ag_error_metadata", None)
-    if metadata:
+    if metadata and metadata.cause_message.startswith("KeyError: "):
         return metadata.cause_message.partition(": ")[2]
-    return repr(error.args[0]) if error.args else ""
+    return repr(error.args[0]) if isinstance(error, KeyError) and error.args else ""
 
 
-def set_message(error: KeyError, message: str) -> None:
-    """Gives ``error`` another ``message``, also in those that AutoGraph raises in its place."""
-    error.args = (message,)
+def set_message(error: Exception, message: str) -> None:
+    """Gives an ``error`` with a `missing_key` another ``message``, also in those that AutoGraph
+    raises in its place."""
+    if isinstance(error, KeyError):
+        error.args = (message,)
     if metadata := getattr(error, "ag_error_metadata", None):
         metadata.cause_message = f"KeyError: {message}"
 

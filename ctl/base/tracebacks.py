@@ -88,7 +88,9 @@ def of_the_user(error: BaseException) -> BaseException | None:
     elif said != message:
         said = Said(said) if isinstance(error, KeyError) else said
         error.args = (said, *error.args[1:])
-    if type(error).__name__ == _OF_ANY and (last := _LAST.search(message)):
+    # AutoGraph's KeyError shows its message, not what it has.
+    remade = type(error).__name__ == _OF_ANY or isinstance(error, KeyError)
+    if remade and (last := _LAST.search(message)):
         kind = getattr(builtins, last[1], None)
         if isinstance(kind, type) and issubclass(kind, Exception):
             error = kind(Said(said))

@@ -36,7 +36,7 @@ from absl import logging
 
 from ctl.base import durable, stores
 from ctl.base.best import Mode, mode_of
-from ctl.base.differences import differences, first_three
+from ctl.base.differences import ABSENT, differences, first_three
 from ctl.base.interactive import another_directory, in_command
 from ctl.base.ledger import LEDGER
 from ctl.checkpoint import bundle, manifest
@@ -566,8 +566,13 @@ class CheckpointManager:
             saved = manifest.load(path)
             with durable.verifying(path, saved.files):
                 self._require_fingerprint(saved)
-                self._require_code(saved)
-                _require_fit(saved, variables)
+                changed = self._code_changes(saved)
+                _require_fit(saved, variables, changed)
+                if changed:
+                    logging.warning(
+                        "%s was written by other code: %s; the run continues with the present code",
+                        *(saved.path, first_three(changed)),
+                    )
                 return saved, bundle.read(saved.prefix, variables)
 
         found = manifest.first_intact(self.directory, lambda: self._steps(step), read)
@@ -630,30 +635,37 @@ class CheckpointManager:
         if saved.fingerprint is None or (ours := self._identity()) is None:
             return
         then, ours = _comparable(saved.fingerprint, ours)
-        differing = {
-            key: f"{key} was {was!r}, is {now!r}"
-            for key, (was, now) in differences([then, ours]).items()
-        }
+        data = ours.get("name") or "the data"
+        differing = {}
+        for key, (was, now) in differences([then, ours]).items():
+            differing[key] = f"{key} was {was!r}, is {now!r}"
+            if (what := key.rpartition(": ")[2]) in _HASHED and ABSENT not in (was, now):
+                verb = "have" if what.endswith("s") else "has"
+                differing[key] = f"the {what} of {data} {verb} changed since then"
         soft = [text for key, text in differing.items() if key in self._soft_keys]
         hard = {key: text for key, text in differing.items() if key not in self._soft_keys}
         if hard:
-            same = "flags" if in_command() else "arguments"
-            raise CheckpointError(
-                f"{saved.path} is from another run: {'; '.join(hard.values())}; use the same "
-                f"{same} and data, or another directory (or allow it in Python: "
+            remedy = (
+                f"use the same flags and data, or choose {another_directory()}, where --init_from "
+                "begins with these weights"
+                if in_command()
+                else "use the same arguments and data, or another directory (or allow it: "
                 f"CheckpointManager(..., soft_keys={[*self._soft_keys, *hard]}))"
+            )
+            raise CheckpointError(
+                f"{saved.path} is from another run: {'; '.join(hard.values())}; {remedy}"
             )
         if soft:
             logging.warning("%s: %s", saved.path, "; ".join(soft))
 
-    def _require_code(self, saved: Saved) -> None:
+    def _code_changes(self, saved: Saved) -> list[str]:
         """Compares the step, its sources, the settings of its layers, the modules that both runs
-        have imported, and versions of packages. Logs a warning where something else than the class
-        differs: it may have been mended, or moved to another machine. Raises `CheckpointError` if
-        ``saved`` is of another class, unless that was only moved."""
+        have imported, and versions of packages. Returns what else than the class differs: it may
+        have been mended, or moved to another machine. Raises `CheckpointError` if ``saved`` is of
+        another class, unless that was only moved."""
         code = self.code
         if code is None or saved.code is None:
-            return
+            return []
         old, new = saved.code["step"], code["step"]
         same_source = saved.code["source"] == code["source"]
         if old != new and not same_source:
@@ -681,12 +693,11 @@ class CheckpointManager:
             for package, version in _VERSIONS.items()
             if package not in known and saved.versions.get(package, version) != version
         ]
-        if changed:
-            logging.warning(
-                "%s was written by other code: %s; the run continues with the present code",
-                saved.path,
-                first_three(changed),
-            )
+        return changed
+
+
+# What a fingerprint has as a hash, which says nothing to a reader.
+_HASHED = "content", "first examples"
 
 
 def _comparable(
@@ -709,10 +720,12 @@ def _without_samples(value: dict[str, Any]) -> dict[str, Any]:
     return {key: one for key, one in value.items() if key != "samples"}
 
 
-def _require_fit(saved: Saved, variables: Mapping[str, list[tf.Variable]]) -> None:
+def _require_fit(
+    saved: Saved, variables: Mapping[str, list[tf.Variable]], code_changes: list[str]
+) -> None:
     """Compares ``variables`` with those of ``saved`` by their place in the list of each key, and
-    logs a warning where only names differ. Raises `CheckpointError` if their number, shapes or
-    dtypes differ."""
+    logs a warning where only names differ. Raises `CheckpointError`, which begins with the
+    ``code_changes``, if their number, shapes or dtypes differ."""
     old = saved.variables
     differing, renamed = [], []
     for key, ours in bundle.specs(variables).items():
@@ -735,9 +748,10 @@ def _require_fit(saved: Saved, variables: Mapping[str, list[tf.Variable]]) -> No
             elif manifest.unnumbered(a["name"]) != manifest.unnumbered(b["name"]):
                 renamed.append(f"{key}[{i}] is {a['name']} instead of {b['name']}")
     if differing:
+        what = first_three([*code_changes[:2], *differing])
         use = "use the flags" if in_command() else "make the model and the step with the arguments"
         raise CheckpointError(
-            f"{saved.path} does not fit: {first_three(differing)}; {use} it was written with or "
+            f"{saved.path} does not fit: {what}; {use} it was written with or "
             f"choose {another_directory()}"
         )
     if renamed:

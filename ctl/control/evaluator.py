@@ -24,7 +24,7 @@ from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
 from ctl.phases import labels
 from ctl.phases.base_step import EvalStep, build_model
-from ctl.phases.checks import check_step_kind
+from ctl.phases.checks import check_step_kind, warn_of_outputs
 from ctl.phases.metrics import makes_variables_late
 from ctl.phases.trace_guards import TraceGuards
 
@@ -75,7 +75,9 @@ class Evaluator:
 
     @functools.cached_property
     def _guards(self) -> TraceGuards:
-        """Made for the first trace: until then, a loop may change how tables are looked up."""
+        """Made for the first trace: until then, a loop may change how tables are looked up, or
+        refuse what `warn_of_outputs` says."""
+        warn_of_outputs(self.step)
         return TraceGuards(self.step)
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from ctl.base.actions import STOP, Status, resets
-from ctl.base.best import known_mode
+from ctl.base.best import usual_mode
 from ctl.base.names import check_name
 from ctl.control.evaluator import Evaluator
 from ctl.control.scalars import Scalars
@@ -245,12 +245,13 @@ def _check_monitored(callback: Any, step: TrainStep, evaluator: Evaluator | None
     if not isinstance(monitored, str) or not getattr(callback, "save_best_only", True):
         return
     of_evaluation = monitored.startswith("val_")
-    if (evaluator is None) if of_evaluation else (type(step) is not TrainStep):
+    if type(step) is not TrainStep and (evaluator is None or not of_evaluation):
         return
+    none = "" if evaluator else "; names with val_ need Loop(evaluator=…)"
     results = evaluator.known_results(monitored.removeprefix("val_")) if evaluator else []
     known = ["loss", *step.results(), *(f"val_{name}" for name in results)]
     if of_evaluation or monitored not in TAKEN:
-        check_name(f"monitor of {type(callback).__name__}", monitored, known)
+        check_name(f"monitor of {type(callback).__name__}", monitored, known, none)
 
 
 def _choose_mode(callback: Any, metrics: Sequence[keras.metrics.Metric]) -> None:
@@ -261,7 +262,7 @@ def _choose_mode(callback: Any, metrics: Sequence[keras.metrics.Metric]) -> None
     name = monitored.removeprefix("val_")
     directions = {getattr(one, "_direction", "") for one in metrics if one.name == name}
     by_direction = "max" if "up" in directions else "min" if "down" in directions else None
-    if mode := by_direction or known_mode(name):
+    if mode := by_direction or usual_mode(name):
         callback.mode = mode
     elif _of_keras(callback):
         raise UsageError(

@@ -114,6 +114,7 @@ class Files:
         known = _checked(schema or {})
         self.schema: dict[str, Any] = {"path": str(path), "examples": {}}
         self._columns: list[list[str]] = []
+        self._last_column = ""  # that has the labels because nothing says which does
         self._sources: dict[str, Any] = {}
         self._needs_labels = needs_labels
         self._is_own_loss = loss_of == UNKNOWN
@@ -130,6 +131,8 @@ class Files:
                         "columns it takes is unknown"
                     )
                 choice = tables.choose(whole, features, labels, loss_of, missing)
+                if labels is None and choice.labels[0].lower() not in tables.LABELS:
+                    self._last_column = choice.labels[0]
                 if hint := tables.comma_hint(whole, f"{path.name}: "):
                     logging.warning("%s", hint)
                 if features is None and (hint := tables.words_hint(whole, choice)):
@@ -348,6 +351,12 @@ class Files:
     def table(self) -> list[str]:
         """What was found and loaded, for the log: columns, and examples of each class."""
         lines = _aligned(self._columns)
+        if self._last_column:
+            name = tables.plain(self._last_column)
+            lines.append(
+                f"  {name} has the labels, as the last column that is no feature; --labels names "
+                "another"
+            )
         examples = self.schema["examples"]
         counts = {split: n if isinstance(n, list) else [n] for split, n in examples.items()}
         counted = any(isinstance(n, list) for n in examples.values())

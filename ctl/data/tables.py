@@ -568,8 +568,8 @@ def choose(
     missing: str | None = None,
 ) -> Choice:
     """Chooses the columns: as labels one of `LABELS`, or else the last; as features all others that
-    are numbers. An array of rank 2 or more is the only feature. Text is a feature if it is named,
-    and has few different texts.
+    are numbers and not `is_index`. An array of rank 2 or more is the only feature. Text is a
+    feature if it is named, and has few different texts.
 
     Args:
         table: to train on.
@@ -581,8 +581,9 @@ def choose(
             their rows, see `complete`; None for neither.
 
     Raises:
-        UsageError: there is no such column, the labels suit no loss, or a feature has too many
-            different texts.
+        UsageError: there is no such column, the labels suit no loss or are all alike, a feature has
+            too many different texts, or the last column is a feature and it is not evident which
+            column has the labels.
     """
     columns = table.columns
     for what, names in (("features", features), ("labels", labels)):
@@ -598,10 +599,16 @@ def choose(
         named = [name for name in free if name.lower() in LABELS]
         if not free:
             raise UsageError(f"{table.name} has no column for labels: name fewer with --features")
+        if not named and len(free) > 1 and [*columns][-1] in used:
+            raise UsageError(
+                f"{table.name}: the last column, {quoted([*columns][-1])}, is in --features: name "
+                f"the column of the labels with --labels; there are {listed(free)}"
+            )
         labels, is_last = named[:1] or free[-1:], not named
     if features is None:
         others = [name for name in columns if name not in labels]
         features = [name for name in others if columns[name].dtype != object]
+        features = [name for name in features if not is_index(table, name)] or features
         deep = [name for name in features if columns[name].ndim > 1]
         features = deep if len(deep) == 1 else features
     if not features:
@@ -618,7 +625,9 @@ def choose(
         raise UsageError(f"{table.name}: {quoted(min(both))} is in --features and in --labels")
     table = complete(table, [*features, *labels]) if missing == DROP else table
     if is_last:
-        _check_labels(table, labels[0], " (the last column, since --labels names none)")
+        _check_labels(table, labels[0], _IS_LAST)
+    if len(labels) == 1:
+        _check_vary(table, labels[0], _IS_LAST if is_last else "")
     _check_words(table, features)
     chosen = fitted(table, Choice(tuple(features), tuple(labels)), missing)
     is_text = any(columns[name].dtype == object for name in labels)
@@ -643,6 +652,37 @@ def choose(
             "leave out --loss"
         )
     return chosen._replace(classes=classes)
+
+
+# Why a column has the labels.
+_IS_LAST = " (the last column, since --labels names none)"
+
+INDEX = re.compile(r"(Unnamed: \d+)?")  # as pandas writes the name of an index, and reads it
+
+
+def is_index(table: Table, name: str) -> bool:
+    """Whether a column is one that pandas has added: it has no name, and distinct whole numbers."""
+    if not INDEX.fullmatch(name):
+        return False
+    columns = [part.columns[name] for part in table.files or [table]]
+    return all(
+        c.ndim == 1
+        and c.dtype != object
+        and (c == np.floor(c)).all()
+        and len(np.unique(c)) == len(c)
+        for c in columns
+    )
+
+
+def _check_vary(table: Table, label: str, why: str) -> None:
+    """Refuses labels that are all alike. ``why`` says why this column has the labels."""
+    column = table.columns[label]
+    if column.ndim == 1 and len(column) > 1 and (column == column[0]).all():
+        value = column[0] if column.dtype == object else f"{column[0]:g}"
+        raise UsageError(
+            f"{table.name}: the label {quoted(label)}{why} is {quoted(value)} in all rows, so "
+            "there is nothing to learn: name another column with --labels"
+        )
 
 
 def _is_numbered(column: np.ndarray) -> bool:
@@ -674,10 +714,6 @@ def _classes(table: Table, label: str) -> tuple[str, ...]:
             )
         column = column.astype(np.int64)
     distinct = sorted({*column.tolist()})
-    if len(distinct) < 2:
-        raise UsageError(
-            f"{table.name}: all labels are {quoted(distinct[0])}: there is nothing to learn"
-        )
     if len(distinct) > _most_classes(column):
         raise UsageError(
             f"{table.name}: {quoted(label)} has {len(distinct)} values in {len(column)} rows, too "
@@ -981,6 +1017,7 @@ def described(table: Table, choice: Choice) -> list[list[str]]:
     rows = [["column", "used as", "type", "minimum", "maximum", "missing"]]
     for name, column in table.columns.items():
         use = "feature" if name in choice.features else "label" if name in choice.labels else "-"
+        use = "index" if use == "-" and is_index(table, name) else use
         use = "one-hot" if name in choice.words else use
         low, high = "", ""
         if column.dtype == object:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,10 +14,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from ctl.base.differences import differences
 from ctl.base.ledger import LEDGER
-from ctl.distributed.cluster.members import Cluster
+from ctl.distributed.cluster.members import Cluster, strategy_for
 from ctl.distributed.watch import watchdog
 from ctl.errors import CtlError, PeerError, UsageError
 
@@ -99,11 +101,23 @@ def naming_lost_peers(
 
 def watch(strategy: tf.distribute.Strategy, **options: Any) -> bool:
     """Returns whether there are several workers. If so, starts `ctl.distributed.watch.watchdog`
-    with ``options``, unless it runs already."""
+    with ``options``, unless it runs already. If not, and ``TF_CONFIG`` names several, warns."""
     several = number_of(strategy) > 1
     if several:
         watchdog.start(cluster_of(strategy), **options)
+    elif not isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        _warn_alone()
     return several
+
+
+def _warn_alone() -> None:
+    with contextlib.suppress(UsageError):  # a TF_CONFIG that cannot be read
+        if strategy_for(os.environ):
+            logging.warning(
+                "TF_CONFIG names several processes, and this one trains alone: to train together, "
+                "give the strategy of ctl.strategy.make_multi_worker(ctl.cluster.resolve()) to "
+                "ctl.Loop"
+            )
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from typing import Any
 from absl import flags, logging
 
 from ctl.base import durable
-from ctl.base.best import known_mode
+from ctl.base.best import known_mode, usual_mode
 from ctl.base.names import TOKENIZERS, suffix
 from ctl.errors import CheckpointError, UsageError
 from ctl.flags.defaults import early_stop_parts, spelled_out
@@ -358,7 +358,7 @@ def _remembered(stored: Mapping[str, Any], values: flags.FlagValues) -> tuple[li
 
     def remembered(schedule: Any, early_stop: Any, best_mode: Any) -> list[str]:
         metric, _, mode = early_stop_parts(str(early_stop))
-        best = known_mode(metric) or mode or best_mode
+        best = known_mode(metric) or mode or best_mode or usual_mode(metric)
         stops = [f"early_stop {metric} ({best})"] * bool(early_stop)
         return ["plateau"] * (schedule == "plateau") + stops
 

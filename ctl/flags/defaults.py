@@ -11,6 +11,7 @@ from typing import Any
 from ctl.base.names import NAMING, code_name, is_function_name
 
 EPOCHS = 12.0
+LOG_EVERY = 100  # steps, and at each evaluation
 LEARNING_RATE = 1e-3
 END_LEARNING_RATE = 0.0
 POWER = 1.0
@@ -37,6 +38,7 @@ def spelled_out(flags: Mapping[str, Any]) -> dict[str, Any]:
     synthetic = flags.get("dataset") == "synthetic"
     defaults = {
         "epochs": EPOCHS if flags.get("train_steps") is None else None,
+        "log_every": str(LOG_EVERY),
         "train_split": "train",
         "eval_split": "test",  # where there is none, it cannot be spelled out
         "image_shape": ",".join(map(str, SYNTHETIC_SHAPE)) if synthetic else None,

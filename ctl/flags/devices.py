@@ -127,7 +127,10 @@ def _check_workers(
             raise UsageError("--replicas is for one machine; a parameter_server job has N workers")
         cluster.resolve_tasks()
     elif fitting := cluster.strategy_for(os.environ):
-        raise UsageError(f"TF_CONFIG names several processes: add --strategy={fitting}")
+        raise UsageError(
+            "this process is one of several that ctl.launch has started or TF_CONFIG names: add "
+            f"--strategy={fitting}"
+        )
 
 
 def _check_devices(strategy: str, replicas: int | None, tpu: str, cross_device_ops: str) -> None:

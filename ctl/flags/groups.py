@@ -466,7 +466,8 @@ def define_step_flags() -> None:
         flags.DEFINE_list(
             "class_weight",
             None,
-            "Weights of classes in the training, e.g. 0:1,1:5. Other classes have the weight 1. "
+            "Weights of classes in the training, by number or name, e.g. 0:1,1:5 or yes:5. Other "
+            "classes have the weight 1. "
             "balanced: such that all classes have the same sum. For labels that are integers, "
             "or 0 and 1 (default: none).",
         )
@@ -563,23 +564,47 @@ BALANCED = ["balanced"]  # of --class_weight
 
 def _check_balance(class_weight: list[str] | None, oversample: bool) -> None:
     if class_weight != BALANCED:
-        class_weight_from(class_weight)
+        _weights_of_labels(class_weight)
     elif oversample:
         raise UsageError(
             "--oversample and --class_weight=balanced both make classes count alike: give one"
         )
 
 
-def class_weight_from(class_weight: list[str] | None) -> dict[int, float] | None:
-    """Parses ``["0:1", "1:5"]`` as the argument of `ctl.TrainStep`; None without weights.
+def class_weight_from(
+    class_weight: list[str] | None, class_names: Sequence[str] = ()
+) -> dict[int, float] | None:
+    """Parses ``["0:1", "yes:5"]`` as the argument of `ctl.TrainStep`; None without weights.
+    ``class_names`` are in the order of their numbers.
 
     Raises:
-        UsageError: for other text, a class that is named twice, and a weight that is not above 0.
+        UsageError: for other text, a class that there is not or that is named twice, and a weight
+            that is not above 0.
     """
     weights: dict[int, float] = {}
+    for label, weight in _weights_of_labels(class_weight).items():
+        if not label.isdecimal() and not class_names:
+            raise UsageError(
+                f"--class_weight={label}:{weight:g}: the classes of the data have no names: write "
+                "their numbers, e.g. 0:1,1:5"
+            )
+        if not label.isdecimal():
+            names.check_name(
+                "class of --class_weight", label, class_names, " (or their numbers, from 0)"
+            )
+        number = int(label) if label.isdecimal() else [*class_names].index(label)
+        if number in weights:
+            raise UsageError(f"--class_weight names class {number} twice, also as {label}: once")
+        weights[number] = weight
+    return weights or None
+
+
+def _weights_of_labels(class_weight: list[str] | None) -> dict[str, float]:
+    """The weights by what stands for their classes, see `class_weight_from`."""
+    weights: dict[str, float] = {}
     for text in class_weight or ():
-        label, _, weight = (part.strip() for part in text.partition(":"))
-        if not label.isdecimal() or int(label) in weights:
+        label, _, weight = (part.strip() for part in text.rpartition(":"))
+        if not label or label in weights:
             raise UsageError(
                 f"--class_weight={','.join(class_weight or ())}: {text} is not CLASS:WEIGHT, or "
                 "repeats a class: write e.g. 0:1,1:5, or balanced"
@@ -589,8 +614,8 @@ def class_weight_from(class_weight: list[str] | None) -> dict[int, float] | None
         except ValueError:
             value = math.nan
         shown = f"--class_weight of class {label}"
-        weights[int(label)] = checked("class_weight", value, shown=shown)
-    return weights or None
+        weights[label] = checked("class_weight", value, shown=shown)
+    return weights
 
 
 def _check_smoothing(loss: str, label_smoothing: float) -> None:

@@ -13,10 +13,10 @@ from absl import flags
 
 from ctl.base import names, stores
 from ctl.base.actions import parse_window
-from ctl.base.best import Mode, known_mode
+from ctl.base.best import Mode, known_mode, usual_mode
 from ctl.errors import UsageError
 from ctl.flags import augmentation, devices, durations, early, groups
-from ctl.flags.defaults import early_stop_parts
+from ctl.flags.defaults import LOG_EVERY, early_stop_parts
 from ctl.flags.durations import steps_from
 from ctl.flags.parsing import (
     AUTO,
@@ -213,8 +213,8 @@ def _define_checkpoint_flags() -> None:
             "early_stop",
             None,
             "METRIC:PATIENCE, e.g. loss:5: end the training after PATIENCE consecutive "
-            "evaluations without improvement. Metrics other than loss and accuracy require "
-            "METRIC:PATIENCE:max or :min (default: never).",
+            "evaluations without improvement. METRIC:PATIENCE:max or :min says what is best of a "
+            "metric whose name does not (default: never).",
         )
         flags.DEFINE_integer("keep", 3, "Number of most recent checkpoints to keep.", lower_bound=1)
         flags.DEFINE_float(
@@ -242,8 +242,8 @@ def _define_checkpoint_flags() -> None:
             "best_mode",
             None,
             ["max", "min"],
-            "Whether the highest or the lowest --best_metric is best (default: min for loss, max "
-            "for accuracy). Required for other metrics.",
+            "Whether the highest or the lowest --best_metric is best (default: min for losses and "
+            "errors, max for accuracy, auc, precision, recall, f1 and r2). Required for others.",
         )
         flags.DEFINE_boolean(
             "restore_best_weights",
@@ -297,13 +297,12 @@ def best_mode(best_metric: str, best_mode: str | None) -> Mode:
     """Whether the highest or the lowest value of ``best_metric`` is the best.
 
     Raises:
-        UsageError: ``best_mode`` is None, and the metric is neither ``loss`` nor ``accuracy``.
+        UsageError: ``best_mode`` is None, and the name of the metric does not say it.
     """
-    if mode := known_mode(best_metric):
-        return mode
-    if best_mode is None:
+    mode = known_mode(best_metric) or best_mode or usual_mode(best_metric)
+    if mode is None:
         raise UsageError(f"--best_metric={best_metric}: add --best_mode=max or --best_mode=min")
-    return "max" if best_mode == "max" else "min"
+    return "max" if mode == "max" else "min"
 
 
 def parse_early_stop(text: str, best_mode: str | None, best_metric: str) -> tuple[str, int, Mode]:
@@ -329,7 +328,7 @@ def parse_early_stop(text: str, best_mode: str | None, best_metric: str) -> tupl
         raise UsageError(f"--early_stop={text}: the best {metric} is the {_EXTREME[known]}")
     if metric == best_metric or known_mode(best_metric):  # else --best_mode is of that one
         mode = mode or best_mode
-    mode = known or mode
+    mode = known or mode or usual_mode(metric)
     if mode is None:
         raise UsageError(f"--early_stop={text}: write {text}:max or {text}:min, as is best")
     return metric, int(patience), "max" if mode == "max" else "min"
@@ -374,7 +373,12 @@ def _check_hours(keep_every_hours: float | None) -> None:
 def _define_output_flags() -> None:
     """Defines what the run logs and exports."""
     with group("Output"):
-        flags.DEFINE_string("log_every", "100", "Steps (100) or epochs (0.1ep) between log lines.")
+        flags.DEFINE_string(
+            "log_every",
+            None,
+            "Steps (100) or epochs (0.1ep) between log lines of the training, which have the means "
+            f"since the line before (default: {LOG_EVERY}, and at each evaluation).",
+        )
         flags.DEFINE_list(
             "log_also",
             [],

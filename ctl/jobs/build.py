@@ -5,6 +5,7 @@ Shared by `ctl.train`, `ctl.evaluate` and `ctl.inspect`. Importing this module l
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +28,7 @@ from ctl.base.stores import is_url
 from ctl.distributed import cluster
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
-from ctl.flags import defaults, groups, training
+from ctl.flags import config, defaults, groups, training
 from ctl.flags.durations import steps_from
 from ctl.flags.parsing import AUTO, grouped_flags
 
@@ -77,6 +78,15 @@ class Prepared(NamedTuple):
         """
         duration: Any = self.flags[name].value
         return max(1, steps_from(f"--{name}", duration, self.steps_per_epoch))
+
+    @property
+    def evaluate_every(self) -> int | str:
+        """How often to evaluate, see `ctl.Loop.train_and_evaluate`. Raises `UsageError` if it
+        counts epochs, and their length is unknown."""
+        if self.steps_per_epoch is None and not self.flags["evaluate_every"].present:
+            return self.total_steps
+        self.every("evaluate_every")
+        return self.flags.evaluate_every
 
 
 def prepare(flags: FlagValues = FLAGS) -> Prepared:
@@ -191,7 +201,7 @@ def open_files(
     return data.Files(
         located(path or flags.dataset, flags.data_cache),
         image_shape=groups.image_shape_from(flags.image_shape),
-        features=flags.features,
+        features=flags.features or (None if found else _features_with_index(flags)),
         labels=flags.labels,
         loss_of=loss_of(flags.loss),
         schema=found,
@@ -199,6 +209,20 @@ def open_files(
         missing=flags.missing,
         needs_labels=needs_labels,
     )
+
+
+def _features_with_index(flags: FlagValues) -> list[str] | None:
+    """The features of the run that resumes, if an index of pandas is one of them, which earlier
+    versions did not leave out."""
+    from ctl.data.tables import INDEX
+
+    stored: Any = None
+    with contextlib.suppress(stores.NothingThere):
+        if flags.model_dir:
+            stored = config.found(stores.local(flags.model_dir)).get("features")
+    names = stored if isinstance(stored, list) else []
+    names = [name for name in names if isinstance(name, str)]
+    return names if any(map(INDEX.fullmatch, names)) else None
 
 
 def _show(files: Files | None) -> None:
@@ -389,7 +413,7 @@ def class_weights(flags: FlagValues, prepared: Prepared) -> dict[int, float] | N
         UsageError: the examples of each class are not known.
     """
     if flags.class_weight != groups.BALANCED:
-        return groups.class_weight_from(flags.class_weight)
+        return groups.class_weight_from(flags.class_weight, prepared.train.info.class_names)
     import numpy as np
 
     from ctl.data import Augmented, InMemory

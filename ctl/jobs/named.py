@@ -83,11 +83,6 @@ def loss_function(name: str, model: keras.Model | None = None) -> Callable[..., 
     """
     check_loss_name(name)
     loss = find("loss", name) if is_function_name(name) else name
-    if isinstance(loss, type):
-        raise UsageError(
-            f"the loss {name!r} is a class: give a function of labels and outputs, or the name of "
-            "a loss of Keras, such as categorical_crossentropy"
-        )
     return losses.per_example(loss, model)
 
 

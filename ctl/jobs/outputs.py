@@ -16,6 +16,7 @@ from ctl.base.actions import parse_window
 from ctl.base.ledger import process_age
 from ctl.checkpoint.mirror import Mirror
 from ctl.errors import UsageError
+from ctl.flags.defaults import LOG_EVERY
 from ctl.flags.parsing import grouped_flags
 from ctl.logs.ledger import LedgerFile as LedgerFile
 from ctl.logs.summary import summarize as summarize
@@ -23,7 +24,7 @@ from ctl.logs.summary import summarize as summarize
 if TYPE_CHECKING:
     from absl.flags import FlagValues
 
-    from ctl.base.actions import Log, Sink, Status
+    from ctl.base.actions import Action, Log, Sink, Status
     from ctl.checkpoint.manifest import Saved
     from ctl.control.evaluator import OnProgress
     from ctl.jobs.build import Prepared
@@ -114,7 +115,10 @@ def add_actions(
     )
     stack.callback(log.close)
     loop.eval_actions.append(log.evaluated)
-    loop.actions.append(Every(log, steps=prepared.every("log_every")))
+    if flags.log_every is not None:
+        loop.actions.append(Every(log, steps=prepared.every("log_every")))
+    else:
+        loop.actions += [Every(log, steps=LOG_EVERY), _before_evaluations(log, loop, prepared)]
     if flags.check_replicas_every:  # before the checkpoints
         compare = CompareReplicas(loop.step)
         loop.actions.append(Every(compare, steps=prepared.every("check_replicas_every")))
@@ -130,6 +134,20 @@ def add_actions(
     if bar:
         loop.actions.append(bar)
     return log, bar.evaluating if bar else None, files
+
+
+def _before_evaluations(log: Log, loop: Loop, prepared: Prepared) -> Action:
+    """What logs the training at the step of each evaluation, unless ``log`` has done so there."""
+    from ctl.data.epochs import completed, evaluation_interval
+
+    every = evaluation_interval(prepared.evaluate_every, loop.dataset)
+
+    def log_before_evaluation(status: Status) -> None:
+        is_evaluated = completed(status.step, every) > completed(status.step - 1, every)
+        if is_evaluated and log.step != status.step:
+            log(status)
+
+    return log_before_evaluation
 
 
 def make_sinks(flags: FlagValues, model_dir: Path, saved: Saved | None) -> list[Sink]:

@@ -15,6 +15,7 @@ from ctl.errors import UsageError
 from ctl.logs.runs import Run
 
 _MOST = 1000  # points; where there are twice as many, two become one
+_FEW = 0.1  # of the most examples of a point, see `History.plot`
 _SECONDS, _SHARE = 1.0, 0.01  # between two reads of the metrics; of the time that these take
 
 
@@ -50,7 +51,7 @@ class History:
             worker, where a read is a collective.
 
     Attributes:
-        evaluations: results of evaluations by name, by step.
+        evaluations: results of evaluations by name, by step; of each step, the first.
     """
 
     def __init__(
@@ -116,9 +117,10 @@ class History:
 
     def plot(self) -> Picture:
         """Draws each scalar over the steps, as an SVG document: a string that a notebook shows as a
-        picture. Faint: training. Strong, with points: evaluation. Raises `UsageError` before the
+        picture. Faint: training. Strong, with points: evaluation. The short calls with which a
+        training begins are drawn as one with the call after them. Raises `UsageError` before the
         first step."""
-        train = {point.step: self._row(point) for point in self._points}
+        train = {point.step: self._row(point) for point in self._drawn()}
         evaluations = dict(sorted(self.evaluations.items()))
         run = Run("", {}, {"train": train, "eval": evaluations}, None)
         names = dict.fromkeys(
@@ -131,6 +133,17 @@ class History:
         if not any(curve.points for chart in charts.values() for curve in chart):
             raise UsageError("there is nothing to plot yet: call train() first")
         return Picture(curves.picture(charts, f"{' and '.join(charts)} over the steps"))
+
+    def _drawn(self) -> list[_Point]:
+        """The points, of which those of few examples are a part of the next: the loss of the single
+        batches of the first calls, also after a resume, would be far from that of the others."""
+        most = max((point.examples for point in self._points), default=0.0)
+        drawn: list[_Point] = []
+        for point in self._points:
+            if drawn and drawn[-1].examples < _FEW * most:
+                point = dataclasses.replace(drawn.pop(), scalars={}).joined(point)
+            drawn.append(point)
+        return drawn
 
     def __repr__(self) -> str:
         steps = self._points[-1].step if self._points else 0
@@ -173,8 +186,9 @@ class History:
         self._epochs.append((step, dict(scalars)))
 
     def evaluated(self, step: int, results: Mapping[str, float]) -> None:
-        """Adds the results of an evaluation."""
-        self.evaluations[step] = dict(results)
+        """Adds the results of an evaluation. Those of the training stay: after
+        `Loop.restore_best_weights`, a test may evaluate the same step on other data."""
+        self.evaluations.setdefault(step, dict(results))
 
     def best(self, metric: str, mode: str) -> tuple[int, float] | None:
         """The step and the value of the best evaluation in this process, by ``mode`` (``"max"`` or

@@ -53,6 +53,7 @@ _WORKED = ("steps", "input")  # what is lost with a step
 # hides at most half a percent of what the start has done, and a day takes 1 MB.
 _SHARE, _SHORTEST, _LONGEST = 0.005, 0.1, 30.0
 _LONGEST_LINE = 1 << 16
+_SHORT = 60.0  # seconds of a run whose goodput says nothing
 _FAR = 1e11  # seconds, some thousand years
 
 
@@ -238,9 +239,12 @@ class Spent:
         return {key: name for key, name in names.items() if abs(self.seconds[key]) >= 0.05}
 
     def pieces(self) -> list[str]:
-        """The goodput, and the accounts from the largest on, as texts for `console.filled`."""
+        """The wall time, from a minute on with the goodput (of less, most is the start), and the
+        accounts from the largest on, as texts for `console.filled`."""
         ordered = sorted(self.names().items(), key=lambda item: -self.seconds[item[0]])
-        head = f"{100 * self.goodput:.0f} % of {time_text(self.wall)} in steps that count"
+        head = f"{time_text(self.wall)} in all"
+        if self.wall >= _SHORT:
+            head = f"{100 * self.goodput:.0f} % of {time_text(self.wall)} in steps that count"
         return [head, *(f"{name} {time_text(self.seconds[key])}" for key, name in ordered)]
 
 

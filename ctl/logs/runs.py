@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,17 +14,14 @@ from typing import Any
 
 from ctl.base import durable
 from ctl.base.actions import CONTEXT
-from ctl.base.best import Mode, known_mode
+from ctl.base.best import Mode, known_mode, usual_mode
 from ctl.base.curves import Curve
 from ctl.errors import UsageError
 from ctl.flags import config
-from ctl.flags.defaults import early_stop_parts
+from ctl.flags.defaults import early_stop_parts, spelled_out
+from ctl.flags.durations import SCHEDULES
 
 _LONGEST = 1 << 20  # bytes of a line
-
-# Names of metrics of which the highest, or the lowest, is the best.
-_HIGH = re.compile(r"acc|auc|precision|recall|f1|fbeta|r2|iou|top_?[k\d]")
-_LOW = re.compile(r"loss|error|entropy|perplexity|nll|ms[el]|ma[ep]|divergence")
 
 # Flags that say where and how a run was started, and nothing of what it computes.
 NOT_COMPARED = frozenset(
@@ -95,9 +91,18 @@ class Run:
         return max(self.workers, len(workers) if isinstance(workers, list) else 1)
 
     def flag(self, name: str) -> Any:
-        """The value of a flag. Of several workers, ``replicas`` need not be given."""
+        """The value of a flag, or its default if it has an effect. Of several workers, ``replicas``
+        need not be given."""
         value = self.flags.get(name)
+        if value is None and name in self.flags and self._has_effect(name):
+            value = spelled_out(self.flags)[name]
         return self.replicas if name == "replicas" and not value and self.replicas > 1 else value
+
+    def _has_effect(self, name: str) -> bool:
+        """Whether the default of a flag says what the run did: of splits, the data decide that."""
+        used = SCHEDULES.get(str(self.flags.get("schedule")), ())
+        of_another = name not in used and any(name in flags for flags in SCHEDULES.values())
+        return not of_another and name not in ("train_split", "eval_split")
 
     def curve(self, phase: str, name: str) -> list[tuple[int, float]]:
         """``(step, value)`` of the scalar ``name``, where it is finite."""
@@ -151,11 +156,8 @@ def mode_of_result(name: str, flags: Mapping[str, Any]) -> Mode | None:
         mode = own
     elif name != best and not (name == stops and known_mode(best)):
         mode = None  # --best_mode is of another
-    if mode := known_mode(name) or mode:
-        return "max" if mode == "max" else "min"
-    low = name.rpartition("/")[2].lower()
-    is_high, is_low = bool(_HIGH.search(low)), bool(_LOW.search(low))
-    return None if is_high == is_low else "max" if is_high else "min"
+    mode = known_mode(name) or mode or usual_mode(name)
+    return mode and ("max" if mode == "max" else "min")
 
 
 def read(path: Path) -> Run:

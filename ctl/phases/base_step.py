@@ -77,9 +77,9 @@ class BaseStep(AutographMethods):
         self,
         model: keras.Model | Mapping[str, keras.Model],
         loss_fn: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | str = losses.cross_entropy,
-        metrics: Sequence[keras.metrics.Metric | str] = (),
+        metrics: Sequence[keras.metrics.Metric | str] | None = (),
         *,
-        weighted_metrics: Sequence[keras.metrics.Metric | str] = (),
+        weighted_metrics: Sequence[keras.metrics.Metric | str] | None = (),
         weighting: str = "examples",
         **own: Any,
     ):
@@ -92,7 +92,7 @@ class BaseStep(AutographMethods):
         metrics = from_names(metrics, logits, one_hot)
         weighted_metrics = from_names(weighted_metrics, logits, one_hot, others=metrics)
         check_loss_and_metrics(
-            None if self.overrides("loss") else self.loss_fn,
+            losses.cross_entropy if self.overrides("loss") else self.loss_fn,
             metrics=metrics,
             weighted_metrics=weighted_metrics,
         )
@@ -144,7 +144,8 @@ class BaseStep(AutographMethods):
         if isinstance(self.loss_fn, keras.losses.Loss):
             each = losses.of_each(self.loss_fn, labels, outputs)
         else:
-            each = losses.of_function(self.loss_fn, labels, outputs)
+            with naming_keys((), labels=labels, outputs=outputs):
+                each = losses.of_function(self.loss_fn, labels, outputs)
         if losses.broadcasts(each, labels, outputs) and not self.broadcasts:
             if each.shape.rank != 1:
                 raise UsageError(losses.BROADCASTS)
@@ -245,7 +246,8 @@ class BaseStep(AutographMethods):
         metrics that nothing has updated."""
         self.returns_outputs = outputs is not None
         if self.returns_outputs:
-            self.update_metrics(batch, outputs)
+            with naming_keys(batch, outputs=outputs):
+                self.update_metrics(batch, outputs)
         elif given := self.given_metrics:
             logging.warning(
                 "%s.loss() returns no outputs, so %s is logged only if loss() updates it: return "
@@ -421,6 +423,8 @@ class BaseStep(AutographMethods):
             if step is None:
                 labels.check_scaled(self.model, dataset, warns=self.training)
             labels.check_ids(self.model, dataset, step)
+        if self.training and losses.takes_logits(loss_fn) is not None:
+            labels.check_several_classes(dataset)
         if labels.takes_classes(loss_fn):
             labels.check_has_classes(self.model)
             labels.check_labels(labels.CROSS_ENTROPY, self.model, dataset, step)
@@ -428,13 +432,8 @@ class BaseStep(AutographMethods):
             labels.check_labels(labels.BINARY, self.model, dataset, step)
         if loss_fn not in labels.CHECKED:
             return
-        if step is None:
-            try:
-                labels.check_outputs(loss_fn.__name__, self.model, self.class_weight or ())
-            except UsageError as error:
-                if self.training:
-                    raise
-                logging.warning("the loss of the evaluation means nothing: %s", error)
+        if step is None and self.training:
+            labels.check_outputs(loss_fn.__name__, self.model, self.class_weight or ())
         labels.check_labels(loss_fn.__name__, self.model, dataset, step)
 
     def log(self, name: str, value: tf.Tensor | float, reduce: str = "mean") -> None:

@@ -21,7 +21,7 @@ from ctl.distributed import local_batch, replicas
 from ctl.distributed.replica_variables import ReplicaVariables
 from ctl.errors import CtlError, UsageError
 from ctl.phases import losses
-from ctl.phases.labels import CROSS_ENTROPY, batch_spec, check_outputs
+from ctl.phases.labels import CHECKED, CROSS_ENTROPY, batch_spec, check_outputs
 from ctl.phases.logged import Logged
 from ctl.phases.metrics import check_given, takes_logits
 from ctl.phases.penalties import codes, names
@@ -77,13 +77,14 @@ def check_kind(model: Any) -> None:
 
 
 def check_loss_and_metrics(loss_fn: Any, **metrics: Any) -> None:
-    """Refuses a ``loss_fn`` that is neither a function nor None, arguments of metrics that are not
-    lists of Keras metrics, such as one name, and two metrics of one name."""
+    """Refuses a ``loss_fn`` that is no function, arguments of metrics that are not lists of Keras
+    metrics, such as one name, and two metrics of one name."""
     if isinstance(loss_fn, Mapping | list | tuple):
         raise UsageError(f"loss_fn is a {type(loss_fn).__name__}: {losses.SEVERAL}")
-    if loss_fn is not None and not callable(loss_fn):
+    if isinstance(loss_fn, type) or not callable(loss_fn):
+        what = f"the class {loss_fn.__name__}" if isinstance(loss_fn, type) else repr(loss_fn)
         raise UsageError(
-            f"loss_fn is {loss_fn!r}: give a function of labels and outputs that returns one loss "
+            f"loss_fn is {what}: give a function of labels and outputs that returns one loss "
             "for each example, such as ctl.losses.mean_squared_error; TrainStep(loss_fn=) takes "
             "Keras's names, too"
         )
@@ -409,17 +410,27 @@ def refuses_summaries(step: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def naming_keys(batch: Any) -> Iterator[None]:
-    """Adds to a `KeyError` inside the keys that ``batch``, a dict or a nest with dicts, has."""
+def naming_keys(batch: Any, **more: Any) -> Iterator[None]:
+    """Adds to a `KeyError` inside the keys that there are: of dicts in ``batch``, which may be one,
+    and of dicts in ``more``, by name."""
     try:
         yield
-    except KeyError as error:
-        found = [batch, *batch] if isinstance(batch, tuple | list) else [batch]
-        keys = [repr(key) for one in found if isinstance(one, Mapping) for key in one]
-        if keys and (key := tf_internals.key_of(error)) not in keys:
-            said = Said(f"{key} (the batch has the keys {', '.join(keys)})")
-            tf_internals.set_message(error, said)
+    except Exception as error:
+        key = tf_internals.missing_key(error)
+        parts = (
+            {f"batch[{i}]": one for i, one in enumerate(batch)}
+            if isinstance(batch, tuple | list)
+            else {}
+        )
+        dicts = {"the batch": batch} | parts | more
+        keys = {of: [*map(repr, one)] for of, one in dicts.items() if isinstance(one, Mapping)}
+        if key and _KEYS not in key and any(key not in each for each in keys.values()):
+            said = "; ".join(f"{of}: {', '.join(each)}" for of, each in keys.items())
+            tf_internals.set_message(error, Said(f"{key} ({_KEYS}{said})"))
         raise
+
+
+_KEYS = "there are, in "
 
 
 def fits_default_evaluation(kind: type) -> bool:
@@ -466,6 +477,18 @@ def _warn_of_another_model(step: Any, evaluator: Any) -> None:
         )
 
 
+def warn_of_outputs(evaluation: Any) -> None:
+    """Warns if the model of ``evaluation`` ends in what its loss applies itself. A training refuses
+    such a model; the metrics of an evaluation may still be right."""
+    function: Any = getattr(evaluation.loss_fn, "func", evaluation.loss_fn)
+    if function not in CHECKED or replaces_loss(evaluation):
+        return
+    try:
+        check_outputs(function.__name__, evaluation.model)
+    except UsageError as error:
+        logging.warning("the loss of the evaluation means nothing: %s", error)
+
+
 def _warn_of_another_loss(step: Any, evaluation: Any) -> None:
     """Warns if ``evaluation`` has the loss of who gives none, and the training has another."""
     trained = step.loss_fn
@@ -474,7 +497,7 @@ def _warn_of_another_loss(step: Any, evaluation: Any) -> None:
     if evaluation.loss_fn is losses.cross_entropy and not alike and not own:
         try:
             check_outputs(CROSS_ENTROPY, evaluation.model)
-        except UsageError:  # the evaluator has said so
+        except UsageError:  # see `warn_of_outputs`
             return
         name = getattr(trained, "name", None) or getattr(trained, "__name__", "another function")
         logging.warning(

@@ -21,7 +21,11 @@ from ctl.phases import losses
 
 CHECKED = (losses.cross_entropy, losses.binary_cross_entropy)
 CROSS_ENTROPY, BINARY = (loss.__name__ for loss in CHECKED)
-_ACTIVATIONS = {CROSS_ENTROPY: "softmax", BINARY: "sigmoid"}
+# The activation that each of them applies itself, and Keras's loss of what it gives.
+_ACTIVATIONS = {
+    CROSS_ENTROPY: ("softmax", "sparse_categorical_crossentropy"),
+    BINARY: ("sigmoid", "binary_crossentropy"),
+}
 
 
 def check_outputs(loss: str, model: keras.Model, classes: Iterable[int] = ()) -> None:
@@ -39,12 +43,12 @@ def check_outputs(loss: str, model: keras.Model, classes: Iterable[int] = ()) ->
             f"class_weight has the class {most}, but the model has {shape[1]} outputs: number the "
             "classes from 0"
         )
-    (last, applied), activation = losses.last_of(model), _ACTIVATIONS[loss]
+    (last, applied), (activation, of_probabilities) = losses.last_of(model), _ACTIVATIONS[loss]
     if applied is getattr(keras.activations, activation):
         raise UsageError(
             f"model {model.name} ends in a {activation} (layer {last.name}), and {loss} takes "
-            "logits, to which it applies that itself: leave the activation out, or give a loss for "
-            "probabilities (to ctl.EvalStep, too)"
+            "logits, to which it applies that itself: leave the activation out, or give "
+            f"--loss={of_probabilities} (loss_fn= in Python, to ctl.EvalStep, too)"
         )
 
 
@@ -61,6 +65,16 @@ def check_has_classes(model: keras.Model) -> None:
             f"model {model.name} has 1 output, whose softmax is always 1: a cross entropy of "
             "classes would train nothing; for two classes, give --loss=binary_crossentropy, or "
             "the model 2 outputs; for numbers, --loss=mean_squared_error (loss_fn= in Python)"
+        )
+
+
+def check_several_classes(dataset: Any) -> None:
+    """Raises `UsageError` if ``dataset`` names its classes, and has only one."""
+    info = getattr(dataset, "info", None)
+    if info and len(info.class_names) == 1:
+        raise UsageError(
+            f"{info.name}: all labels are {info.class_names[0]!r}: there is nothing to learn; give "
+            "examples of another class, too"
         )
 
 
@@ -126,7 +140,7 @@ def takes_binary(loss_fn: Any) -> bool:
 
 def check_features(model: keras.Model, dataset: Any) -> None:
     """Raises `UsageError` if the features of ``dataset`` have another shape than ``model`` takes,
-    or are text and it takes numbers.
+    lack one of its inputs, or are text and it takes numbers.
 
     Args:
         model: checked only if it is functional or sequential.
@@ -137,7 +151,15 @@ def check_features(model: keras.Model, dataset: Any) -> None:
     batch = batch_spec(dataset)
     if not inputs or not local_batch.has_parts(batch):
         return
-    for one, spec in _by_input(batch[0], inputs):
+    features: Any = batch[0]
+    names = [one.name for one in inputs]
+    missing = [n for n in names if isinstance(features, dict) and n not in features]
+    if missing and (len(names) > 1 or isinstance(model.input, dict)):
+        raise UsageError(
+            f"model {model.name} has the input {missing[0]}, and the features of the data are "
+            f"{', '.join(features)}: call them as the inputs, {', '.join(names)}"
+        )
+    for one, spec in _by_input(features, inputs):
         if spec.dtype == tf.string and one.dtype != "string":
             which = f"features {one.name}" if len(inputs) > 1 else "features"
             raise UsageError(
@@ -145,10 +167,7 @@ def check_features(model: keras.Model, dataset: Any) -> None:
                 "for text that spells them x.astype('float32'); for words, "
                 "keras.layers.StringLookup(vocabulary=…)(x)"
             )
-    if len(inputs) != 1:
-        return
-    features: Any = batch[0]
-    if not isinstance(features, tf.TensorSpec) or features.shape.rank is None:
+    if len(inputs) != 1 or not isinstance(features, tf.TensorSpec) or features.shape.rank is None:
         return
     wanted, shape = tf.TensorShape(inputs[0].shape), features.shape
     last = wanted if wanted.rank > shape.rank else shape  # Keras adds or drops a dimension of 1
@@ -474,9 +493,18 @@ def _check_binary(labels: np.ndarray, where: str) -> None:
         return
     low, high = labels.min(), labels.max()
     if not low >= 0 <= high <= 1:
+        distinct = np.unique(labels)
+        if len(distinct) <= 2:
+            remedy = f"make 0 and 1 of them: labels == {high:g}"
+        elif np.array_equal(distinct, np.floor(distinct)):
+            remedy = (
+                "number the classes from 0, and give --loss=cross_entropy and an output for each"
+            )
+        else:
+            remedy = "for numbers, give --loss=mean_squared_error (loss_fn= in Python)"
         raise UsageError(
             f"labels{where} are {low:g} to {high:g}, and binary_cross_entropy takes 0 and 1, or "
-            "probabilities: use --loss=cross_entropy and one output for each class"
+            f"probabilities: {remedy}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -103,8 +104,8 @@ def per_example(loss_fn: Any, model: Any = None) -> Any:
     """Returns ``loss_fn`` as a function that gives the loss of each example.
 
     Args:
-        loss_fn: a function, which is returned as it is; a loss object of Keras, of which a copy
-            without reduction is returned; or a name of `ctl.base.names`.
+        loss_fn: a function, which is returned as it is; a loss of Keras, an object or its class, of
+            which a copy without reduction is returned; or a name of `ctl.base.names`.
         model: its last layer decides whether a cross entropy by Keras's name takes logits.
 
     Raises:
@@ -113,6 +114,9 @@ def per_example(loss_fn: Any, model: Any = None) -> Any:
     """
     if isinstance(loss_fn, str):
         return _named(loss_fn, model)
+    if isinstance(loss_fn, type) and issubclass(loss_fn, keras.losses.Loss):
+        with contextlib.suppress(TypeError):  # it needs arguments
+            return per_example(loss_fn(), model)
     if not isinstance(loss_fn, keras.losses.Loss) or loss_fn.reduction in (None, "none"):
         return loss_fn
     if loss_fn.reduction in ("sum", "mean_with_sample_weight"):

@@ -37,8 +37,11 @@ def _matches(labels: Any, outputs: Any, threshold: float) -> Any:
 
 def from_names(metrics: Any, logits: bool | None, one_hot: bool, others: Any = ()) -> Any:
     """Returns a list of metrics in which those that are names are made. Call it inside
-    ``strategy.scope()``. What is no list or tuple is returned as it is. For the others, see
-    `from_name`. As in `fit`, accuracy is called weighted_accuracy if ``others`` have one, too."""
+    ``strategy.scope()``. None is an empty list, and what else is no list or tuple is returned as it
+    is. For the others, see `from_name`. As in `fit`, accuracy is called weighted_accuracy if
+    ``others`` have one, too."""
+    if metrics is None:
+        return []
     if isinstance(metrics, str) or not isinstance(metrics, Sequence):
         return metrics
     made = [from_name(one, logits, one_hot) if isinstance(one, str) else one for one in metrics]
@@ -184,12 +187,18 @@ def update_metric(metric: keras.metrics.Metric, labels: Any, outputs: Any, weigh
         two = list(outputs.shape[1:]) == [2] and labels.shape.rank == 1
         raise UsageError(
             f"metric {metric.name} takes no labels of shape {list(labels.shape)} with outputs of "
-            f"shape {list(outputs.shape)}: choose another, or give an object that makes them alike"
-            f"{_ONE_OUTPUT if two else ''}"
+            f"shape {list(outputs.shape)}: {_ONE_OUTPUT if two else _OTHERS}"
         ) from error
 
 
-_ONE_OUTPUT = "; for two classes, train one output with --loss=binary_cross_entropy (loss_fn=)"
+_ONE_OUTPUT = (
+    "for two classes, give --loss=binary_cross_entropy, with which models of ctl have one output "
+    "(in Python, loss_fn= and a model with one output)"
+)
+_OTHERS = (
+    "give accuracy or sparse_top_k_categorical_accuracy, which take classes, or an object that "
+    "makes them alike (--metrics=package.module:function, which makes it)"
+)
 
 
 _THRESHOLD = (keras.metrics.BinaryAccuracy, keras.metrics.BinaryIoU)

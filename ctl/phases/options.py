@@ -138,8 +138,7 @@ def take(step: Any, given: dict[str, Any]) -> None:
         value = given.pop(name) if name in given else flags.FLAGS[name].value
         setattr(step, name, declared.checked(name, value))
     for name in given:
-        refuse_argument_of_step(type(step).__name__, name)
-        raise TypeError(f"{type(step).__name__}() got an unexpected keyword argument {name!r}")
+        refuse_argument_of_step(type(step), name, options(type(step)))
 
 
 def options(kind: type) -> dict[str, _Option]:

@@ -34,12 +34,14 @@ class Patience:
     Args:
         metric: its name in the results of an evaluation.
         patience: number of evaluations in a row without an improvement that end the patience.
-        mode: "min" or "max", the best value; by default "min" for a loss, "max" for an accuracy.
+        mode: "min" or "max", the best value; by default what the name says, such as "min" for
+            ``loss`` and ``mae``, "max" for ``accuracy`` and ``auc``.
         min_delta: an improvement must be larger than this.
         cooldown: evaluations that do not count after the patience has ended.
 
     Raises:
-        UsageError: an argument is out of range, or ``mode`` is missing for another metric.
+        UsageError: an argument is out of range, or ``mode`` is missing and the name does not say
+            it.
     """
 
     def __init__(

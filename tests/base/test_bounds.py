@@ -37,6 +37,8 @@ from ctl.step import TrainStep
         ("steps_per_loop", 2.5, "not 2.5"),
         ("loss_fn", "msee", "unknown loss_fn 'msee': did you mean 'mse'"),
         ("loss_fn", 3, "loss_fn is 3: give a function"),
+        ("loss_fn", None, "loss_fn is None: give a function"),
+        ("loss_fn", dict, "loss_fn is the class dict: give a function"),
         ("checkpoints", 3, r"checkpoints is 3: give a directory, or ctl.CheckpointManager\(dire"),
         ("evaluator", EvalStep(mlp()), "evaluator is a EvalStep: give ctl.Evaluator"),
         ("actions", print, "actions must be a list of functions"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 
@@ -71,3 +72,20 @@ def test_other_names_are_python_s(loop):
         TypeError, match=r"TrainStep\(\) got an unexpected keyword argument 'spam'$"
     ):
         ctl.TrainStep(keras.Sequential([keras.Input([2]), keras.layers.Dense(2)]), spam=2)
+
+
+def test_a_close_name_is_offered(loop):
+    class Own(ctl.TrainStep):
+        test_foreign_rate: float = ctl.option(0.5, "A rate.")
+
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(2)])
+    for function, wrong, right in (
+        (loop.train, "epoch", "epochs"),
+        (functools.partial(ctl.Loop, 1, 2), "action", "actions"),
+        (functools.partial(ctl.EvalStep, model), "metric", "metrics"),
+        (functools.partial(ctl.TrainStep, model), "clip_nrm", "clip_norm"),
+        (functools.partial(Own, model), "test_foreign_rat", "test_foreign_rate"),
+        (functools.partial(Own, model), "ema_deca", "ema_decay"),
+    ):
+        with pytest.raises(TypeError, match=f"'{wrong}'. Did you mean '{right}'\\?$"):
+            function(**{wrong: 1})

@@ -144,9 +144,46 @@ def test_a_key_that_a_batch_does_not_have_is_named_beside_those_that_it_has(how,
         run = functools.partial(loop.train, 1, eager=how == "eager")
     with pytest.raises(KeyError) as raised:
         run()
-    assert str(raised.value) == "'imge' (the batch has the keys 'image', 'label')"
+    assert str(raised.value) == "'imge' (there are, in the batch: 'image', 'label')"
     last = traceback.extract_tb(raised.value.__traceback__)[-1]
     assert last.filename == __file__ and last.line.endswith("# in loss, a key")
+
+
+def of_keys(labels, outputs):
+    return outputs["c"][:, 0] - labels["b"]  # in loss_fn, a key
+
+
+class MeasuresKeys(TrainStep):
+    def loss(self, batch):
+        losses, outputs = super().loss(batch)
+        return losses, {"c": outputs["b"]}
+
+    def update_metrics(self, batch, outputs):
+        tf.reduce_mean(outputs["b"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss_fn", "says"),
+    [
+        (TrainStep, of_keys, "'c' (there are, in labels: 'a', 'b'; outputs: 'b')"),
+        (TrainStep, lambda y, p: p["a"][:, 0] - y["b"], "'a' (there are, in labels: 'a', 'b'; "),
+        (
+            MeasuresKeys,
+            lambda y, p: p["b"][:, 0] - y["b"],
+            "'b' (there are, in batch[1]: 'a', 'b'; outputs: 'c')",
+        ),
+    ],
+)
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_key_of_labels_and_outputs(kind, loss_fn, says, eager):
+    layer = keras.Input([6])
+    model = keras.Model(layer, {"b": keras.layers.Dense(1)(layer)})
+    labels = {"a": np.ones(4, np.float32), "b": np.ones(4, np.float32)}
+    loop = Loop(
+        kind(model, "sgd", loss_fn), (np.ones([4, 6], np.float32), labels), global_batch_size=4
+    )
+    error, _ = shown(loop, KeyError, eager=eager)
+    assert str(error).startswith(says)
 
 
 def test_a_key_that_the_batch_has_is_of_another_dict():

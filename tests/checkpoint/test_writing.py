@@ -211,7 +211,7 @@ def test_metrics_that_come_late(tmp_path, monkeypatch):
     "arguments",
     [
         *({"keep": 0}, {"keep_best": -1}, {"keep_every_hours": 0}, {"best_mode": "most"}),
-        {"keep_best": 1, "best_metric": "auc"},
+        {"keep_best": 1, "best_metric": "bleu"},
     ],
 )
 def test_arguments_out_of_range(tmp_path, arguments):

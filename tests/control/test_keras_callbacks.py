@@ -368,6 +368,14 @@ def test_a_monitored_name_that_no_log_will_have_is_refused(callback, says):
     assert loop.global_step == 0 and not loop.actions
 
 
+def test_a_loop_without_evaluator_logs_nothing_as_val():
+    loop = make()
+    loop.evaluator = None
+    says = "'val_los': the choices are loss, .*; names with val_ need Loop.evaluator=….$"
+    with pytest.raises(UsageError, match=says):
+        loop.train(4, callbacks=[of_keras.EarlyStopping("val_los")])
+
+
 def test_a_callback_may_monitor_what_one_before_it_has_added(tmp_path):
     """And a `ModelCheckpoint` of all epochs monitors nothing."""
     adds = of_keras.LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(val_f1=-epoch))
@@ -392,7 +400,7 @@ def test_the_learning_rate_may_be_monitored():
         (keras.metrics.MeanAbsoluteError, "val_mean_absolute_error", "min"),
         (None, "val_loss", "min"),
         ("mean_squared_error", "val_mean_squared_error", "min"),
-        (None, "val_of_mine", None),
+        (lambda: keras.metrics.MeanMetricWrapper(lambda y, p: y, "mine"), "val_mine", None),
     ],
 )
 def test_the_mode_of_what_is_monitored_is_that_of_its_metric(metric, monitor, mode):
@@ -400,8 +408,12 @@ def test_the_mode_of_what_is_monitored_is_that_of_its_metric(metric, monitor, mo
     given = [] if metric is None else [metric if isinstance(metric, str) else metric()]
     trained = keras.Sequential([keras.Input([4]), keras.layers.Dense(1, "sigmoid")])
     labels = (Y > 0).astype("float32")
-    step = ctl.TrainStep(trained, "sgd", "binary_crossentropy", metrics=given)
-    loop = ctl.Loop(step, (X, labels), global_batch_size=8)
+    of_evaluation = monitor.startswith("val_")
+    trains, evaluates = ([], given) if of_evaluation else (given, [])
+    step = ctl.TrainStep(trained, "sgd", "binary_crossentropy", metrics=trains)
+    evaluates = ctl.EvalStep(trained, "binary_crossentropy", metrics=evaluates)
+    evaluator = ctl.Evaluator(evaluates, (X, labels))
+    loop = ctl.Loop(step, (X, labels), global_batch_size=8, evaluator=evaluator)
     if mode is None:
         with pytest.raises(UsageError, match=f"^EarlyStopping monitors {monitor}: give mode='max'"):
             loop.train(2, callbacks=[callback])

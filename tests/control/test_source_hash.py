@@ -100,8 +100,8 @@ def test_another_class_does_not_restore(module, tmp_path):
         assert names in str(refused.value) and "\n" not in str(refused.value)
 
 
-def hidden(activation: str = "relu") -> keras.Model:
-    layers = keras.layers.Dense(8, activation), keras.layers.Dense(CLASSES)
+def hidden(activation: str = "relu", units: int = 8) -> keras.Model:
+    layers = keras.layers.Dense(units, activation), keras.layers.Dense(CLASSES)
     return keras.Sequential([keras.Input([FEATURES]), *layers])
 
 
@@ -160,3 +160,15 @@ def test_a_resume_says_what_computes_otherwise(module, tmp_path, warnings_of):
         'step-0000000000 was written by other code: layer dense: activation was "relu", is "tanh"; '
         "the source of the module users_helper; the run continues with the present code"
     )
+
+
+def test_code_by_which_a_checkpoint_does_not_fit_is_in_its_error_alone(tmp_path, warnings_of):
+    loop = make_loop(model=hidden, directory=tmp_path / "checkpoints")
+    loop.save()
+    loop.checkpoints.close()
+    wider = functools.partial(hidden, units=9)
+    loop = make_loop(model=wider, directory=tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match="fit: layer dense: units was 8, is 9; model.0. is"):
+        loop.restore()
+    loop.checkpoints.close()
+    assert not [warning for warning in warnings_of() if "code" in warning]

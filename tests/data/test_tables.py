@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import gzip
 import json
 import pickle
@@ -149,7 +150,8 @@ def rows(*columns: str) -> Table:
         ("a label b s", {}, (("a", "b"), ("label",), ("0", "1"))),  # by its name
         ("a s k", {}, (("a",), ("k",), ("3", "7", "20"))),  # in the order of numbers
         ("a b k", {"labels": ["b"]}, (("a", "k"), ("b",), ("0", "1"))),
-        ("a b k", {"features": ["k"]}, (("k",), ("b",), ("0", "1"))),
+        ("b k", {"features": ["k"]}, (("k",), ("b",), ("0", "1"))),
+        ("label b k", {"features": ["k"]}, (("k",), ("label",), ("0", "1"))),
         ("a s k", {"loss_of": NUMBERS}, (("a",), ("k",), ())),
         ("s b a", {"loss_of": NUMBERS}, (("b",), ("a",), ())),
         ("s a b", {"loss_of": BINARY}, (("a",), ("b",), ())),
@@ -168,6 +170,11 @@ def test_which_columns_are_used(columns, options, chosen):
         ("a s", {"labels": ["x\033"]}, r"^--labels: t.csv has no column 'x\\x1b'; it has a, s$"),
         ("s label", {}, "no column of numbers but label: features must be numbers"),
         ("a", {"features": ["a"]}, "no column for labels"),
+        (
+            "a b k",
+            {"features": ["k"]},
+            "last column, 'k', is in --features: name .*; there are a, b",
+        ),
         ("a b", {"features": ["a"], "labels": ["a"]}, "'a' is in --features and in --labels"),
         ("b a", {}, "^t.csv, line 3: 'a' is 2.5, which is no class: .*--loss=mean_squared_error"),
         ("a s", {"loss_of": NUMBERS}, "'s' is text, and the loss takes numbers"),
@@ -328,8 +335,27 @@ def test_too_many_classes_and_too_few():
     many = Table("t.csv", {"a": np.zeros(100), "id": np.arange(100.0)}, np.arange(100))
     with pytest.raises(UsageError, match="'id' has 100 values in 100 rows, too many for classes"):
         tables.choose(many)
-    with pytest.raises(UsageError, match="all labels are '0': there is nothing to learn"):
-        tables.choose(many, labels=["a"])
+    for loss_of in (CLASSES, NUMBERS):
+        with pytest.raises(UsageError, match="^t.csv: the label 'a' is '0' in all rows, so there"):
+            tables.choose(many, labels=["a"], loss_of=loss_of)
+    one = Table("t.csv", {"a": np.arange(3.0), "b": np.array(["x"] * 3, object)}, np.arange(3))
+    with pytest.raises(UsageError, match="'b' .the last column, since .* none. is 'x' in all rows"):
+        tables.choose(one)
+
+
+@pytest.mark.parametrize("name", ["", "Unnamed: 0"])
+def test_an_index_of_pandas_is_no_feature(name):
+    columns = {name: np.arange(4.0), "a": np.arange(4.0), "y": np.array([0.0, 1, 0, 1])}
+    found = Table("t.csv", columns, np.arange(4))
+    assert tables.choose(found).features == ("a",)
+    joined = dataclasses.replace(
+        found, columns={n: np.tile(c, 2) for n, c in columns.items()}, files=[found, found]
+    )
+    assert tables.choose(joined).features == ("a",)
+    assert tables.choose(found, features=[name]).features == (name,)
+    assert tables.described(found, tables.choose(found))[1][:2] == [name, "index"]
+    twice = dataclasses.replace(found, columns=columns | {name: np.zeros(4)})
+    assert tables.choose(twice).features == (name, "a")  # it counts something
 
 
 def test_features_and_labels():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
@@ -101,6 +102,17 @@ def test_texts_of_any_length_are_exchanged_and_nothing_is_traced_again(ring2, mo
         assert workers.all_gather(ring2, text, "a test") == [text]
         workers.barrier(ring2)
     assert workers._gathering(ring2).experimental_get_tracing_count() <= 2  # of two lengths
+
+
+def test_a_worker_that_would_train_alone_is_warned_of(monkeypatch, warnings_of):
+    """Each process of a program without the strategy of several would train its own model."""
+    config = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
+    for value in ("", "{", json.dumps(config)):
+        assert not warnings_of()
+        monkeypatch.setenv("TF_CONFIG", value)
+        assert not workers.watch(tf.distribute.get_strategy())
+    (warning,) = warnings_of()
+    assert warning.startswith("TF_CONFIG names several processes, and this one trains alone")
 
 
 def compared(monkeypatch, *facts: tuple) -> tuple[list[str], int]:

@@ -88,7 +88,7 @@ WRONG = [
     (("--weight_decay=nan",), "--weight_decay must be a number of at least 0, got nan"),
     (("--label_smoothing=2",), "--label_smoothing=2"),
     (("--weighting=mean",), "--weighting=mean"),
-    (("--class_weight=cat:5",), "--class_weight=cat:5: cat:5 is not CLASS:WEIGHT, or rep"),
+    (("--class_weight=:5",), "--class_weight=:5: :5 is not CLASS:WEIGHT, or rep"),
     (("--class_weight=0:1,0:2",), "--class_weight=0:1,0:2: 0:2 is not CLASS:WEIGHT, or rep"),
     (("--class_weight=0:1,1:0",), "--class_weight of class 1 must be a number above 0, not 0.0"),
     (
@@ -105,7 +105,7 @@ WRONG = [
     ),
     (("--class_weight=0:few",), "--class_weight of class 0 must be a number above 0, not nan"),
     (("--profile_steps=0:10",), "'0:10' is not a window of steps"),
-    (("--best_metric=f1",), "--best_metric=f1: add --best_mode=max or --best_mode=min"),
+    (("--best_metric=bleu",), "--best_metric=bleu: add --best_mode=max or --best_mode=min"),
     (("--loss=msee",), "unknown loss 'msee': did you mean 'mse'. .*, or package.module:function"),
     (("--loss=mean_squared_error", "--label_smoothing=0.1"), "--label_smoothing is for --loss=c"),
     (("--log_dir=logs",), "Unknown command line flag 'log_dir': ctl calls it --model_dir"),
@@ -118,10 +118,10 @@ WRONG = [
         "--early_stop=val_loss:3: it takes results of evaluations, by their names: write "
         "--early_stop=loss:3",
     ),
-    (("--early_stop=f1:3",), "--early_stop=f1:3: write f1:3:max or f1:3:min, as is best"),
+    (("--early_stop=bleu:3",), "--early_stop=bleu:3: write bleu:3:max or bleu:3:min, as is best"),
     (
-        ("--best_metric=auc", "--best_mode=max", "--early_stop=mae:3"),
-        "--early_stop=mae:3: write mae:3:max or mae:3:min, as is best",
+        ("--best_metric=auc", "--best_mode=max", "--early_stop=wer:3"),
+        "--early_stop=wer:3: write wer:3:max or wer:3:min, as is best",
     ),
     (("--early_stop=loss:3:max",), "--early_stop=loss:3:max: the best loss is the lowest"),
     (("--best_mode=min",), "--best_mode=min: the best accuracy is the highest: name another res"),
@@ -194,6 +194,14 @@ def test_wrong_flags_of_train(zygote_without_tensorflow, tmp_path, given, expect
     assert re.search(expected, line), line
     assert len(line) < 400
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_of_several_processes_needs_their_strategy(zygote_without_tensorflow, tmp_path):
+    job = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
+    run, job_text = f"--model_dir={tmp_path}", json.dumps(job)
+    ended = zygote_without_tensorflow.run(TRAIN, run, exit_code=2, TF_CONFIG=job_text)
+    says = "one of several that ctl.launch has started or TF_CONFIG names: add --strategy=multi_w"
+    assert says in one_line(ended)
 
 
 @pytest.mark.parametrize(

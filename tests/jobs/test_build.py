@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import types
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ctl.data import Augmented, InMemory
+from ctl.data.dataset import DatasetInfo
 from ctl.errors import UsageError
-from ctl.jobs.build import class_weights
+from ctl.jobs.build import class_weights, open_files
 
 LABELS = np.array([0, 0, 0, 0, 0, 0, 2, 2])
 
@@ -39,6 +42,19 @@ def test_each_class_has_the_same_sum():
     assert class_weights(flags("1:5"), prepared(in_memory())) == {1: 5.0}
 
 
+def test_classes_have_names():
+    info = DatasetInfo("table", class_names=("no", "yes", "1:2"))
+    train = prepared(types.SimpleNamespace(info=info))
+    assert class_weights(flags("yes:5", "2:0.5"), train) == {1: 5.0, 2: 0.5}
+    assert class_weights(flags("1:2:3"), train) == {2: 3.0}
+    with pytest.raises(UsageError, match="'churn': the choices are no, yes, 1:2 .or their numbers"):
+        class_weights(flags("churn:2"), train)
+    with pytest.raises(UsageError, match="^--class_weight names class 1 twice, also as yes"):
+        class_weights(flags("1:5", "yes:2"), train)
+    with pytest.raises(UsageError, match="^--class_weight=churn:2: the classes .* have no names"):
+        class_weights(flags("churn:2"), prepared(in_memory()))
+
+
 @pytest.mark.parametrize("labels", [LABELS > 0, (LABELS > 0)[:, None].astype(np.float32)])
 def test_labels_of_0_and_1_are_classes(labels):
     weights = class_weights(flags("balanced"), prepared(in_memory(labels)))
@@ -51,3 +67,22 @@ def test_labels_of_0_and_1_are_classes(labels):
 def test_labels_that_are_no_classes_cannot_be_counted(labels):
     with pytest.raises(UsageError, match="^--class_weight=balanced counts the classes, integers"):
         class_weights(flags("balanced"), prepared(in_memory(labels)))
+
+
+@pytest.mark.parametrize("before", [None, ["age"], ["Unnamed: 0", "age"], [3], 3])
+def test_a_run_that_was_trained_on_an_index_goes_on_with_it(tmp_path, before):
+    data = {} if before is None else {"data": {"features": before}}
+    (tmp_path / "config.json").write_text(json.dumps({"schema": 1, "flags": {}} | data))
+    table = tmp_path / "t.csv"
+    table.write_text("Unnamed: 0,age,y\n" + "".join(f"{i},{i},{i % 2}\n" for i in range(20)))
+    given = {"image_shape": None, "features": None, "labels": None, "record_schema": None}
+    flags: Any = types.SimpleNamespace(
+        **given,
+        model_dir=str(tmp_path),
+        dataset=str(table),
+        data_cache=None,
+        loss="cross_entropy",
+        missing=None,
+    )
+    wanted = ("Unnamed: 0", "age") if before == ["Unnamed: 0", "age"] else ("age",)
+    assert open_files(flags).schema["features"] == wanted

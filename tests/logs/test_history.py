@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from helpers import make_loop
+from helpers import examples, make_loop
 from records import Clock
 
-from ctl.base.actions import Every, Log
+from ctl.base.actions import Every, Log, Status
 from ctl.errors import UsageError
 from ctl.logs.history import History
 
@@ -59,6 +59,8 @@ def test_steps_scalars_and_evaluations(tmp_path):
     with loop.checkpoints:
         loop.train(10)
         loop.restore()
+        loop.evaluator = loop.evaluator.on(examples(8, seed=3))  # a test
+        assert loop.evaluate() != results and history.evaluations[8] == results
     assert history.steps == [2, 4, 6, 8]
     again = make_loop(evaluate=20, directory=tmp_path)
     with again.checkpoints:
@@ -123,3 +125,18 @@ def test_a_long_training_has_some_thousand_points_at_most():
     losses = np.array(history.scalars["loss"])
     np.testing.assert_array_less(np.diff(history.steps, prepend=0), 17)
     np.testing.assert_array_less(0, np.diff(losses))
+
+
+def test_short_calls_are_drawn_as_a_part_of_the_next():
+    """As the first two of a training, also after a resume, which run a batch each."""
+    history = History(lambda: {"rate": float(len(history.steps))}, reads=False)
+    for step, size, loss in ((1, 1, 9.0), (2, 1, 9.0), (40, 38, 1.0), (80, 40, 1.0)):
+        history.add(loss, size)
+        history(Status(step, 100, None, 0.1, False, dict, lambda: None))
+    assert history.steps == [1, 2, 40, 80] and history.scalars["loss"] == [9.0, 9.0, 1.0, 1.0]
+    drawn = history._drawn()
+    assert [(point.step, point.total, point.scalars) for point in drawn] == [
+        (40, 2 * 9.0 + 38, {"rate": 2.0}),
+        (80, 40.0, {"rate": 3.0}),
+    ]
+    assert history.plot()

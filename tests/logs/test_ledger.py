@@ -249,6 +249,12 @@ def test_goodput_while_it_runs_is_that_of_the_file(tmp_path):
     assert spent(read(tmp_path)[0]).pieces()[0].startswith("15 % of 1:")
 
 
+def test_a_run_shorter_than_a_minute_has_no_share(tmp_path):
+    """Most of it is the start of TensorFlow, which is no fault of the run."""
+    write(tmp_path, line(time.time() - 30, time.time(), 0, 30, steps=1))
+    assert spent(read(tmp_path)[0]).pieces()[0] == "30.0 s in all"
+
+
 @pytest.mark.parametrize("kind", ["pipe", "link", "directory"])
 def test_a_file_that_cannot_be_written_is_a_warning(tmp_path, kind, warnings_of):
     path = path_of(tmp_path, 0)

@@ -341,15 +341,19 @@ def test_methods_of_other_tools_are_not_ignored(caplog):
 def test_an_evaluation_that_was_given_no_loss_does_not_take_another_in_silence(caplog):
     features, classes = examples(32)
     model = keras.Sequential([keras.Input([FEATURES]), layers.Dense(CLASSES, "softmax")])
-    Evaluator(EvalStep(model), (features, classes))
-    assert "the loss of the evaluation means nothing: model sequ" in caplog.text
-    assert "leave the activation out, or give a loss for probabilities (to ctl.Ev" in caplog.text
-    caplog.clear()
     evaluator = Evaluator(EvalStep(model), (features, classes))
+    with pytest.raises(UsageError, match=r"ends in a softmax .*leave the activation out, or give"):
+        Loop(
+            TrainStep(model, "sgd"), (features, classes), global_batch_size=16, evaluator=evaluator
+        )
+    assert "means nothing" not in caplog.text  # the refusal says it
+    remedy = "--loss=sparse_categorical_crossentropy (loss_fn= in Python, to ctl.EvalStep, too)"
     step = TrainStep(model, "sgd", "sparse_categorical_crossentropy")
     Loop(step, (features, classes), global_batch_size=16, evaluator=evaluator)
+    evaluator.run()
+    evaluator.run()
     said = [line for line in caplog.messages if line.startswith("the loss of the evaluation")]
-    assert len(said) == 1 and "means nothing" in said[0]
+    assert len(said) == 1 and "means nothing" in said[0] and remedy in said[0]
     one_hot = np.eye(CLASSES)[classes]
     with pytest.raises(UsageError, match=r"one-hot.*argmax.* or the loss that trains on them"):
         Evaluator(EvalStep(mlp()), (features, one_hot))

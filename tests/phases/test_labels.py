@@ -53,6 +53,18 @@ def test_features_that_are_text(kind, text):
     labels.check_features(words, GlobalBatches(tf.data.Dataset.from_tensors((text, [0] * 6))))
 
 
+@pytest.mark.parametrize("kind", [dict, list])
+def test_features_of_other_names_than_the_inputs(kind):
+    inputs = {"x": keras.Input([4], name="x"), "z": keras.Input([4], name="z")}
+    outputs = keras.layers.Dense(2)(keras.layers.add([*inputs.values()]))
+    model = keras.Model(inputs if kind is dict else [*inputs.values()], outputs, name="small")
+    zeros = np.zeros([6, 4], np.float32)
+    says = "^model small has the input z, and .* are x, zz: call them as the inputs, x, z$"
+    with pytest.raises(UsageError, match=says):
+        arrays = {"x": zeros, "zz": zeros}, np.zeros(6, np.int64)
+        Loop(TrainStep(model, "sgd"), arrays, global_batch_size=2)
+
+
 def test_features_without_batches():
     data = tf.data.Dataset.from_tensors((np.zeros(4, np.float32), np.zeros(1, np.int64)))
     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])

@@ -71,6 +71,9 @@ def test_steps_take_names():
     model = keras.Sequential([keras.Input([2]), keras.layers.Dense(3)])
     step = ctl.TrainStep(model, "adam", metrics=["accuracy", "mse"], weighted_metrics=["acc"])
     assert [metric.name for metric in step.given_metrics] == ["accuracy", "mse", "acc"]
+    none = {"metrics": None, "weighted_metrics": None}  # as Keras's compile() has them
+    for plain in (ctl.TrainStep(model, "adam", **none), ctl.EvalStep(model, **none)):
+        assert plain.given_metrics == []
     evaluates = ctl.EvalStep(model, "mse", ["mae", keras.metrics.Mean("mean")])
     assert [metric.name for metric in evaluates.given_metrics] == ["mae", "mean"]
     for given, says in {
@@ -136,7 +139,7 @@ def test_a_metric_for_two_classes_is_one_line():
     step = ctl.TrainStep(model, "sgd", "sparse_categorical_crossentropy", metrics=["precision"])
     loop = ctl.Loop(step, (np.zeros([20, 4], np.float32), CLASSES), global_batch_size=8)
     says = (
-        r"^metric precision takes no labels of shape \[8\] with outputs of shape \[8, 3\]: choose"
+        r"^metric precision takes no labels of shape \[8\] with outputs of shape \[8, 3\]: give ac"
     )
     with pytest.raises(UsageError, match=says):
         loop.train(1)
@@ -146,7 +149,7 @@ def test_a_metric_of_probabilities_names_the_loss_for_two_classes():
     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
     step = ctl.TrainStep(model, "sgd", metrics=["auc"])
     loop = ctl.Loop(step, (np.zeros([20, 4], np.float32), CLASSES > 0), global_batch_size=8)
-    says = r"^metric auc takes .* for two classes, train one output with --loss=binary_cross_entr"
+    says = r"^metric auc takes .*: for two classes, give --loss=binary_cross_entropy, with"
     with pytest.raises(UsageError, match=says):
         loop.train(1)
 

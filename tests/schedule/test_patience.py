@@ -120,7 +120,25 @@ def test_a_step_counts_once_and_nan_is_no_improvement():
 def test_accuracy_is_best_where_it_is_highest():
     assert Patience("accuracy", 1).mode == "max"
     assert Patience("mnist@test/loss", 1).mode == "min"
-    assert Patience("perplexity", 1, "min").mode == "min"
+    assert Patience("bleu", 1, "min").mode == "min"
+
+
+@pytest.mark.parametrize(
+    "name", ["auc", "auc_1", "test/Precision", "f1_score", "top5", "mean_io_u"]
+)
+def test_a_name_says_that_the_highest_is_best(name):
+    assert (Patience(name, 1).mode, Patience(name, 1, "min").mode) == ("max", "min")
+
+
+@pytest.mark.parametrize("name", ["mae", "rmse", "kl_divergence", "mean_absolute_error"])
+def test_a_name_says_that_the_lowest_is_best(name):
+    assert Patience(name, 1).mode == "min"
+
+
+@pytest.mark.parametrize("name", ["map", "layer2", "image", "bleu", "accuracy_loss"])
+def test_a_name_that_does_not_say_what_is_best(name):
+    with pytest.raises(UsageError, match="^cannot tell if a high or a low"):
+        Patience(name, 1)
 
 
 @pytest.mark.parametrize(("name", "meant"), [("val_loss", "loss"), ("val_acc", "accuracy")])
@@ -134,7 +152,7 @@ def test_a_name_of_keras_is_told_that_of_an_evaluation(name, meant):
     [
         lambda: Patience("loss", 0),
         lambda: Patience("loss", 1, "low"),
-        lambda: Patience("auc", 1),  # high or low
+        lambda: Patience("bleu", 1),  # high or low
         lambda: Patience("loss", 1, cooldown=-1),
         lambda: Patience("loss", 1, min_delta=float("nan")),
         lambda: Plateau(0.1, factor=1.0),
