@@ -616,12 +616,11 @@ class Loop:
     def _saving_changes(self, step: int) -> Iterator[None]:
         """Inside, ``step`` is evaluated. Saves it again if actions or callbacks have changed it."""
         followed = self.eval_actions or any(getattr(w, "callbacks", ()) for w in self.watchers)
-        if not (self.checkpoints and followed):
-            yield
-            return
-        unchanged = self.state.now() if self._is_chief else None
+        chief_saves = bool(self.checkpoints) and self._is_chief
+        unchanged = self.state.now() if chief_saves and followed else None
         yield
-        if workers.any_of(self.strategy, bool(unchanged and not unchanged())):
+        changed = bool(unchanged and not unchanged())
+        if workers.any_of(self.strategy, changed) and self.checkpoints:
             self._own_saves.last_own = step  # so that `save` replaces it
             self.save()
 
