@@ -232,7 +232,8 @@ class Loop:
         actions: called with a `Status` after each call of `Steps.run`. If an action has a method
             ``steps_until_due(step) -> int`` (see `ctl.actions.Every`), calls end where it is due.
         eval_actions: called with ``(step, results)`` after each evaluation; may return `STOP`. They
-            run after the checkpoint of ``step``; their changes are in the next one.
+            run after `train_and_evaluate` has saved ``step``; if they or callbacks change the
+            state of the step, it is saved again.
         steps_per_loop: maximum steps per call; by default, as many as fit in half a second.
 
     Attributes:
@@ -448,7 +449,7 @@ class Loop:
         elif warns:
             logging.warning(
                 "no step is run: %s ended the training at step %d; to go on, set loop.stopped = "
-                "False",
+                "False (--extend)",
                 *(self._ended_by or "an action or a callback", step),
             )
         return False
@@ -459,6 +460,8 @@ class Loop:
         self._evaluated = self._evaluated if step == before else None
         self.scalars.rates = self.step.updater.learning_rates(step - 1)
         workers.check_all_ended(self.strategy, step)
+        if step == 0:
+            raise UsageError("the training data have no examples: look at what filters them")
         with watchdog.collective("the end of the data", first=True):
             self.scalars.add_left()
         lost = f"; the losses of its last {step - before} are not logged" if step > before else ""
@@ -610,6 +613,18 @@ class Loop:
         self._own_saves.last_own = step
 
     @contextlib.contextmanager
+    def _saving_changes(self, step: int) -> Iterator[None]:
+        """Inside, ``step`` is evaluated. Saves it again if actions or callbacks have changed it."""
+        followed = self.eval_actions or any(getattr(w, "callbacks", ()) for w in self.watchers)
+        chief_saves = bool(self.checkpoints) and self._is_chief
+        unchanged = self.state.now() if chief_saves and followed else None
+        yield
+        changed = bool(unchanged and not unchanged())
+        if workers.any_of(self.strategy, changed) and self.checkpoints:
+            self._own_saves.last_own = step  # so that `save` replaces it
+            self.save()
+
+    @contextlib.contextmanager
     def _saving(self, until: int, total: int) -> Iterator[None]:
         """Inside, the loop trains to ``until``. Saves at the end of the whole training, and returns
         when the last save is on disk."""
@@ -716,8 +731,9 @@ class Loop:
         every = evaluation_interval(evaluate_every, self.dataset)
         evaluator = self._evaluator()
         check_watched(self.eval_actions, evaluator)
-        # A finished run that is begun again has its results, as it should.
-        runs = self._runs(self.global_step, until, warns=bool(self.history.steps))
+        # A finished run that is begun again as it was has its results, as it should.
+        as_it_was = not self.history.steps and self.global_step == until and not self.stopped
+        runs = self._runs(self.global_step, until, warns=not as_it_was)
         with (
             self._showing(progress, runs, eager) as bar,
             counting_epochs(callbacks, self, until, every, epochs, self._say) as counted,
@@ -740,7 +756,8 @@ class Loop:
             if due and self._evaluated is None:
                 if self.checkpoints:
                     self.save()
-                self._evaluated = self.evaluate(on_progress, eager=eager)
+                with self._saving_changes(step):
+                    self._evaluated = self.evaluate(on_progress, eager=eager)
                 self._annotate(step, wait=ends or self.stopped)
             if ends or self.stopped:
                 return self._evaluated or {}

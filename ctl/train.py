@@ -225,8 +225,6 @@ def _restore(loop: Loop, model_dir: Path) -> Saved | None:
     if saved:
         logging.info("resuming at step %d from %s", saved.step, saved.path)
         _show_changes(model_dir, loop)
-        if saved.stopped and not FLAGS.extend:
-            logging.info("an action has ended this training there: --extend trains on")
         loop.stopped &= not FLAGS.extend
     return saved
 

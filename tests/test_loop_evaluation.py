@@ -235,9 +235,19 @@ def test_evaluation_of_a_dataset_of_unknown_length(mirrored):
 
 
 def test_an_evaluation_without_examples_is_an_error():
-    data = tf.data.Dataset.from_tensor_slices(examples(BATCH)).batch(BATCH).take(0)
+    data = tf.data.Dataset.from_tensor_slices(examples(BATCH)).batch(BATCH)
     with pytest.raises(UsageError, match="no valid examples"):
-        Evaluator(EvalStep(mlp()), data).run()
+        Evaluator(EvalStep(mlp()), data.filter(lambda *_: False)).run()
+    with pytest.raises(UsageError, match="has no batches"):
+        Evaluator(EvalStep(mlp()), data.take(0))
+
+
+def test_a_training_without_examples_is_an_error():
+    data = tf.data.Dataset.from_tensor_slices(examples(BATCH)).batch(BATCH)
+    with pytest.raises(UsageError, match="the training data have no examples"):
+        make_loop(data=data.filter(lambda *_: False)).train(2)
+    with pytest.raises(UsageError, match="has no batches"):
+        make_loop(data=data.take(0))
 
 
 def test_a_manager_of_a_metric_that_no_evaluation_has_is_refused_before_the_first_step(tmp_path):

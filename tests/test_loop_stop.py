@@ -120,6 +120,25 @@ def test_nothing_is_left_to_train_and_evaluate(caplog):
     assert caplog.text.count("no step is run: the loop is at step 4, not before 4") == 1
 
 
+@pytest.mark.parametrize(
+    ("first", "stops", "until", "said"),
+    [
+        (4, False, 4, ""),  # a script that is run again
+        (4, False, 2, "no step is run: the loop is at step 4, not before 2"),
+        (8, True, 8, "no step is run: an action or a callback ended the training at step 2; to go"),
+    ],
+)
+def test_nothing_is_left_after_a_restore(tmp_path, caplog, first, stops, until, said):
+    actions = [stopping(at=2)] if stops else []
+    loop = make_loop(evaluate=20, checkpoints=tmp_path, actions=actions)
+    results = loop.train_and_evaluate(first, evaluate_every=4)
+    loop.checkpoints.close()
+    again = make_loop(evaluate=20, checkpoints=tmp_path)
+    again.restore()
+    assert again.train_and_evaluate(until, evaluate_every=4) == results
+    assert caplog.text.count("no step is run") == bool(said) and said in caplog.text
+
+
 def test_a_run_that_is_ended_evaluates_and_saves_there(tmp_path):
     rows = []
     loop = make_loop(

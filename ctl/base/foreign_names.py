@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NoReturn, ParamSpec, TypeVar
 
 from ctl.errors import UsageError
@@ -59,6 +59,28 @@ METHODS = {
     "predict": "call model.predict(…)",
     "validate": "call loop.evaluate()",
     "test": "call loop.evaluate()",
+    "model": "it is loop.step.model",
+    "callbacks": "give callbacks= to loop.train(…) or loop.train_and_evaluate(…)",
+    **dict.fromkeys(
+        ("save_weights", "save_model", "save_checkpoint"),
+        "call loop.step.model.save(…) for the model; give Loop(checkpoints=DIRECTORY) to resume",
+    ),
+    **dict.fromkeys(
+        ("load_weights", "load_model", "load_checkpoint"),
+        "call loop.step.model.load_weights(…); give Loop(checkpoints=DIRECTORY), and call "
+        "loop.restore(), to resume",
+    ),
+}
+OF_HISTORY = {"history": "it is loop.history.epochs, an entry for each epoch"}
+OF_PACKAGES = {
+    "ctl": {
+        "Trainer": "call ctl.Loop(step, data).train(epochs=…)",
+        "fit": "call ctl.Loop(step, data).train(epochs=…)",
+        "callbacks": "give those of keras.callbacks to loop.train(callbacks=[…]), or ctl.actions "
+        "to ctl.Loop(actions=[…])",
+        "metrics": "give those of keras.metrics, or their names, to ctl.TrainStep(metrics=[…])",
+    },
+    "ctl.schedule": {"ReduceLROnPlateau": "call it ctl.schedule.Plateau"},
 }
 
 _P = ParamSpec("_P")
@@ -100,7 +122,19 @@ def _unexpected(function: str, name: str, known: Iterable[str]) -> TypeError:
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
-def missing_attribute(owner: object, name: str) -> AttributeError:
-    """The error for an attribute that ``owner`` does not have."""
-    advice = f": {METHODS[name]}" if name in METHODS else ""
-    return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{advice}")
+def missing_attribute(
+    owner: object, name: str, known: Mapping[str, str] = METHODS
+) -> AttributeError:
+    """The error for an attribute that ``owner`` does not have: `METHODS` of a loop, or others that
+    are ``known``."""
+    return _missing(f"{type(owner).__name__!r} object", name, known)
+
+
+def missing_name(package: str, name: str) -> AttributeError:
+    """The error for a name that a ``package`` does not have."""
+    return _missing(f"module {package!r}", name, OF_PACKAGES.get(package, {}))
+
+
+def _missing(owner: str, name: str, known: Mapping[str, str]) -> AttributeError:
+    advice = f": {known[name]}" if name in known else ""
+    return AttributeError(f"{owner} has no attribute {name!r}{advice}")

@@ -21,7 +21,9 @@ def load_lazily(
 
     def get(name: str) -> Any:
         if name not in names:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            from ctl.base.foreign_names import missing_name  # which most programs never need
+
+            raise missing_name(package, name)
         path = where.get(name, f"{package}.{name}")
         module = importlib.import_module(path)
         return module if path.endswith(f".{name}") else getattr(module, name)

@@ -72,6 +72,12 @@ def snapshot(variables: Mapping[str, list[tf.Variable]]) -> dict[str, list[tf.Te
     return {key: [v.value() for v in group] for key, group in variables.items()}
 
 
+def same(one: Mapping[str, list[tf.Tensor]], other: Mapping[str, list[tf.Tensor]]) -> bool:
+    """Whether two snapshots of the same variables have equal values. NaN equals NaN."""
+    pairs = ((a, b) for key in one for a, b in zip(one[key], other[key], strict=True))
+    return all(tf.reduce_all((a == b) | ((a != a) & (b != b))) for a, b in pairs)
+
+
 def not_finite(tensors: Mapping[str, list[tf.Tensor]]) -> dict[tuple[str, int], tf.Tensor]:
     """Returns the tensors of a `snapshot` that have a NaN or Inf, by key and place in the list.
 

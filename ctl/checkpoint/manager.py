@@ -424,7 +424,8 @@ class CheckpointManager:
                         return
                     if bundle.holds(there.prefix, there.variables, tensors):
                         metrics = {**there.metrics, **saved.metrics}
-                        self._rewrite(dataclasses.replace(there, metrics=metrics))
+                        there = dataclasses.replace(there, metrics=metrics, changed=saved.changed)
+                        self._rewrite(there)
                         return
                     saved = dataclasses.replace(saved, stopped=there.stopped)
             os.mkdir(unfinished)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +50,20 @@ class TrainState:
         if step.jit_compile:
             state[_COMPILED] = [_setting([True])]
         return state
+
+    def now(self) -> Callable[[], bool]:
+        """Returns a function that says whether the step is still as it is now: its variables, but
+        for values that differ between replicas, which of them train, and its Python values."""
+        state = bundle.unwrap(self._step.state())
+        before, settings = bundle.snapshot(state), self._settings()
+
+        def is_still() -> bool:
+            return self._settings() == settings and bundle.same(before, bundle.snapshot(state))
+
+        return is_still
+
+    def _settings(self) -> Any:
+        return self._step.trainable_mask, self._step.trace_guards.changed(self._step)
 
     def collect(self) -> None:
         """Brings up to date what is saved: variables that differ between replicas, and averages of

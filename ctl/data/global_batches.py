@@ -79,8 +79,8 @@ class GlobalBatches(NotResident):
             training: whether to repeat ``dataset`` without end.
 
         Raises:
-            UsageError: ``dataset`` is for an evaluation and never ends; or its elements are single
-                examples.
+            UsageError: ``dataset`` has no elements, or is for an evaluation and never ends; or its
+                elements are single examples.
         """
         element = dataset.element_spec
         labels = element[1] if local_batch.has_parts(element) else None
@@ -92,6 +92,11 @@ class GlobalBatches(NotResident):
         if not training and dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
             raise UsageError("the evaluation dataset never ends: leave out repeat()")
         length = int(dataset.cardinality())
+        if length == 0:
+            raise UsageError(
+                "the tf.data.Dataset has no batches (batch(…, drop_remainder=True) gives none of "
+                "fewer examples than a batch): look at the data, or make smaller batches"
+            )
         self.batches_per_epoch = length if length > 0 else None  # below 0: endless or unknown
         given, policies = dataset.options(), tf.data.experimental.AutoShardPolicy
         options = tf.data.Options()

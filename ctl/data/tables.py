@@ -51,6 +51,8 @@ PARTS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 
 _MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))  # in a column of numbers
 _BOOLS = {"true": 1.0, "false": 0.0}
+# 1,234 and 1,234,567.8, and others without a comma
+_THOUSANDS = re.compile(r"[-+]?([1-9]\d{0,2}(,\d{3})+|\d+)(\.\d+)?")
 # 1,72 and 1.234,5; 1,234 and 1,234,567.8
 _COMMAS = re.compile(r"[-+]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?|[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
 _MOST_CLASSES = 1000
@@ -930,24 +932,26 @@ def _flag(names: Iterable[str]) -> str:
 
 
 def comma_hint(table: Table, before: str = "; ") -> str:
-    """Which columns are text because their numbers have commas, as ``1,72``, and what to do, after
-    ``before``; "" for none."""
+    """Which columns are text because their numbers have commas, as ``1,72`` or ``1,234,567``, and
+    what to do, after ``before``; "" for none."""
     found = _columns_with_commas(table)
-    if not found:
-        return ""
-    return (
-        f"{before}columns that are text, because their numbers have commas: {listed(found)}; write "
-        "them with a decimal point, as 1.72"
-    )
+    hints = []
+    for remedy in dict.fromkeys(found.values()):
+        names = listed(name for name in found if found[name] == remedy)
+        hints.append(f"columns that are text, because their numbers have commas: {names}; {remedy}")
+    return before + "; ".join(hints) if hints else ""
 
 
-def _columns_with_commas(table: Table) -> list[str]:
-    found = []
+def _columns_with_commas(table: Table) -> dict[str, str]:
+    """What to do about the commas of each of these columns."""
+    found = {}
     for name, column in table.columns.items():
         if column.dtype == object and any("," in cell for cell in column):
-            cells = (cell for cell in column if cell.lower() not in _MISSING)
-            if all(_COMMAS.fullmatch(cell) for cell in cells):
-                found.append(name)
+            cells = [cell for cell in column if cell.lower() not in _MISSING]
+            if all(map(_THOUSANDS.fullmatch, cells)):
+                found[name] = "write them without commas, as 1234567"
+            elif all(map(_COMMAS.fullmatch, cells)):
+                found[name] = "write them with a decimal point, as 1.72"
     return found
 
 

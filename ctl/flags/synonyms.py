@@ -58,13 +58,19 @@ SYNONYMS = {
         "save_every* save_steps save_interval save_freq* checkpoint_interval checkpoint_freq* "
         "every_n_train_steps save_strategy"
     ),
+    "--evaluate_every=STEPS; an epoch is the data once, see --epochs": "steps_per_epoch",
+    "--early_stop, --keep_best or --schedule=plateau; callbacks of Keras are for Python": (
+        "callbacks callback"
+    ),
     "--keep": "save_total_limit max_to_keep keep_last* keep_checkpoint*",
     "--keep_best": "save_top_k save_best* save_best_only",
     "--restore_best_weights": "load_best* restore_best",
     "--best_metric": "monitor metric_for_best_model",
     "--best_mode": "mode greater_is_better",
     "--early_stop=loss:5": "early_stopping* patience earlystop*",
-    "--log_every": "log_every_n_steps logging_steps log_interval log_freq* log_steps print_freq",
+    "--log_every": (
+        "log_every_n_steps logging_steps log_interval log_freq* log_steps print_freq verbose"
+    ),
     "--profile_steps=20:30": "profile profiler profile_batch",
     "--wandb": "wandb_project use_wandb report_to",
     "--dry_run": "fast_dev_run dryrun sanity_check",

@@ -6,10 +6,11 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ctl.base import curves
 from ctl.base.actions import Status
+from ctl.base.foreign_names import OF_HISTORY, missing_attribute
 from ctl.errors import UsageError
 from ctl.logs.runs import Run
 
@@ -67,6 +68,11 @@ class History:
         self._open = _Point()
         self._calls = 1  # of a point
         self._epochs: list[tuple[int, dict[str, float]]] = []  # the step at the end, and scalars
+
+    if not TYPE_CHECKING:  # which would take any name then
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_attribute(self, name, OF_HISTORY)
 
     @property
     def steps(self) -> list[int]:

@@ -28,6 +28,7 @@ from ctl.phases.checks import (
     naming_keys,
     refuses_summaries,
     replaces_loss,
+    warn_of_compiled,
 )
 from ctl.phases.logged import TAKEN, Logged, Rows
 from ctl.phases.metrics import from_names, makes_variables_late, update_metric
@@ -89,7 +90,7 @@ class BaseStep(AutographMethods):
         logits = losses.takes_logits(self.loss_fn) and losses.gives_logits(model) is not False
         one_hot = losses.is_one_hot(self.loss_fn)
         metrics = from_names(metrics, logits, one_hot)
-        weighted_metrics = from_names(weighted_metrics, logits, one_hot)
+        weighted_metrics = from_names(weighted_metrics, logits, one_hot, others=metrics)
         check_loss_and_metrics(
             losses.cross_entropy if self.overrides("loss") else self.loss_fn,
             metrics=metrics,
@@ -103,6 +104,7 @@ class BaseStep(AutographMethods):
                 "evaluation in one of ctl.EvalStep (its eval_step)"
             )
         self.model = model
+        warn_of_compiled(self)
         self.metrics = list(metrics)
         self.weighted_metrics = list(weighted_metrics)
         self.weighting = weighting

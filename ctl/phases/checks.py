@@ -193,6 +193,19 @@ def replaces_loss(step: Any) -> bool:
     return step.overrides("loss") or any(calls.isdisjoint(names_in(method)) for method in own)
 
 
+def warn_of_compiled(step: Any) -> None:
+    """Warns if ``step`` has the default loss, and its model was compiled with another."""
+    compiled = getattr(step.model, "loss", None) if getattr(step.model, "compiled", False) else None
+    alike = compiled == "sparse_categorical_crossentropy" or losses.is_sparse(compiled)
+    if compiled is None or alike or step.loss_fn is not losses.cross_entropy or replaces_loss(step):
+        return
+    logging.warning(
+        "the loss of %s is cross_entropy, its default, and not that of model.compile, of which a "
+        "step takes nothing: to have that, give loss_fn=model.loss",
+        type(step).__name__,
+    )
+
+
 def warn_of_float16(step: Any) -> None:
     """Warns of a model that computes in float16, without a scale of the loss."""
     narrow = [

@@ -35,15 +35,21 @@ def _matches(labels: Any, outputs: Any, threshold: float) -> Any:
     return keras.metrics.categorical_accuracy(labels, outputs)
 
 
-def from_names(metrics: Any, logits: bool | None, one_hot: bool) -> Any:
+def from_names(metrics: Any, logits: bool | None, one_hot: bool, others: Any = ()) -> Any:
     """Returns a list of metrics in which those that are names are made. Call it inside
     ``strategy.scope()``. None is an empty list, and what else is no list or tuple is returned as it
-    is. For the others, see `from_name`."""
+    is. For the others, see `from_name`. As in `fit`, accuracy is called weighted_accuracy if
+    ``others`` have one, too."""
     if metrics is None:
         return []
     if isinstance(metrics, str) or not isinstance(metrics, Sequence):
         return metrics
-    return [from_name(one, logits, one_hot) if isinstance(one, str) else one for one in metrics]
+    made = [from_name(one, logits, one_hot) if isinstance(one, str) else one for one in metrics]
+    taken = [getattr(one, "name", "") for one in others] if isinstance(others, Sequence) else []
+    for given, metric in zip(metrics, made, strict=True):
+        if isinstance(given, str) and metric.name in taken:
+            metric.name = f"weighted_{metric.name}"
+    return made
 
 
 def from_name(name: str, logits: bool | None = None, one_hot: bool = False) -> keras.metrics.Metric:

@@ -11,7 +11,7 @@ import pytest
 from helpers import make_loop
 
 import ctl
-from ctl.base.foreign_names import ARGUMENTS, METHODS, OF_STEPS
+from ctl.base.foreign_names import ARGUMENTS, METHODS, OF_HISTORY, OF_PACKAGES, OF_STEPS
 from ctl.errors import UsageError
 
 
@@ -37,6 +37,19 @@ def test_a_method(loop, name):
     with pytest.raises(AttributeError) as error:
         getattr(loop, name)
     assert str(error.value) == f"'Loop' object has no attribute {name!r}: {METHODS[name]}"
+
+
+def test_a_name_of_the_history_or_a_package(loop):
+    for owner, known in [(loop.history, OF_HISTORY), (ctl, OF_PACKAGES["ctl"])]:
+        for name, advice in known.items():
+            with pytest.raises(AttributeError, match=f"{name!r}: {re.escape(advice)}$"):
+                getattr(owner, name)
+    with pytest.raises(AttributeError, match=r"'ctl.schedule' .*: call it ctl.schedule.Plateau$"):
+        ctl.schedule.ReduceLROnPlateau  # noqa: B018
+    with pytest.raises(AttributeError, match="module 'ctl' has no attribute 'spam'$"):
+        ctl.spam  # noqa: B018
+    with pytest.raises(AttributeError, match="'History' object has no attribute 'spam'$"):
+        loop.history.spam  # noqa: B018
 
 
 @pytest.mark.parametrize("name", [*OF_STEPS, "callbacks", "validation_data", "batch_size"])

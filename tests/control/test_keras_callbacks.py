@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras import callbacks as of_keras
 
 import ctl
+from ctl.checkpoint import bundle
 from ctl.errors import UsageError
 
 RANDOM = np.random.default_rng(0)
@@ -215,6 +216,72 @@ def test_a_resume_begins_with_its_epoch(tmp_path):
     one, two = recorder.logs["on_epoch_end"]
     assert "val_loss" not in one and "val_loss" in two  # evaluated at 12
     assert recorder.calls[0] == ("on_train_begin",) and recorder.calls[-1] == ("on_train_end",)
+
+
+def halved(loop, at):
+    """Whenever it is called for an epoch, or a step, ``at`` or earlier."""
+
+    def halve(when, logs):
+        if when <= at:
+            rate = loop.step.updater.groups[0].optimizer.learning_rate
+            rate.assign(rate / 2)
+
+    return halve
+
+
+def changed_weights(loop, at):
+    def shrink(when, logs):
+        kernel = loop.step.model.layers[0].kernel
+        kernel.assign(kernel * 0.9)
+
+    return shrink
+
+
+@pytest.mark.parametrize(
+    ("change", "evaluated", "writes"),
+    [
+        (halved, True, 5),  # of 3 epochs, of which two change something
+        (halved, False, 1),
+        (changed_weights, True, 6),
+        (lambda loop, at: lambda epoch, logs: None, True, 3),
+        (None, True, 4),  # ReduceLROnPlateau
+    ],
+)
+def test_a_resume_has_what_callbacks_have_changed(tmp_path, monkeypatch, change, evaluated, writes):
+    written = []
+    write = bundle.write
+    monkeypatch.setattr(bundle, "write", lambda *a: written.append(1) or write(*a))
+
+    def trained(directory, epochs):
+        loop = make(0.5, evaluated, checkpoints=directory)
+        loop.restore()
+        end = change and of_keras.LambdaCallback(on_epoch_end=change(loop, at=1))
+        once = of_keras.ReduceLROnPlateau(factor=0.5, patience=1, min_delta=10, min_lr=0.25)
+        run = loop.train_and_evaluate if evaluated else loop.train
+        run(epochs=epochs, callbacks=[end or once])
+        loop.checkpoints.close()
+        return loop
+
+    straight = trained(tmp_path / "straight", 3)
+    assert len(written) == writes
+    trained(tmp_path / "run", 2)
+    resumed = trained(tmp_path / "run", 3)
+    for group, variables in resumed.step.state().items():
+        for one, other in zip(variables, straight.step.state()[group], strict=True):
+            np.testing.assert_array_equal(one, other)
+    if evaluated:
+        saved = ctl.CheckpointManager(tmp_path / "run", read_only=True).latest()
+        assert saved.metrics == resumed.history.evaluations[12] and saved.evaluated
+
+
+def test_a_resume_has_what_evaluation_actions_have_changed(tmp_path):
+    loop = make(checkpoints=tmp_path)
+    loop.eval_actions.append(halved(loop, at=8))
+    loop.train_and_evaluate(epochs=1)
+    loop.checkpoints.close()
+    again = make(checkpoints=tmp_path)
+    again.restore()
+    assert again.step.updater.groups[0].optimizer.learning_rate.numpy() == np.float32(0.05)
 
 
 def test_without_a_known_epoch_an_evaluation_ends_one():

@@ -446,6 +446,11 @@ def test_numbers_with_commas_are_named(tmp_path):
     with pytest.raises(UsageError, match=f"no column of numbers but n: .*; {hint}"):
         tables.choose(found)
     assert not tables.comma_hint(table(tmp_path, "a,b\n1.72,x\n2,y\n"))
+    found = table(tmp_path, "a;b;c;n\n1,234,567;1,234;1,234;1\n999.5;NA;0,123;1\n")
+    assert tables.comma_hint(found, "").split("columns that are ")[1:] == [
+        "text, because their numbers have commas: a, b; write them without commas, as 1234567; ",
+        "text, because their numbers have commas: c; write them with a decimal point, as 1.72",
+    ]
 
 
 def test_lines_of_json(tmp_path):

@@ -47,6 +47,7 @@ def test_no_flag_of_ctl_is_one_of_another_tool(flags_of_train):
             "--val_check_interval=5",
             "calls it --evaluate_every=500 for steps, --evaluate_every=2ep f",
         ),
+        ("--steps_per_epoch=5", "--evaluate_every=STEPS; an epoch is the data once, see --epochs"),
         ("--resume", "--model_dir: the same command with the same directory resumes"),
         ("--fp16", "'fp16': ctl calls it --precision=mixed_float16"),
         ("--num_workers=4", "calls it --workers for the processes of a job; reading data needs no"),

@@ -40,6 +40,19 @@ def test_features_of_another_shape(given, right, kind):
         Loop(step, data, global_batch_size=2)
 
 
+@pytest.mark.parametrize("kind", ["arrays", "tf.data"])
+@pytest.mark.parametrize("text", [np.array([["red"]] * 6), np.array([["red"]] * 6, object)])
+def test_features_that_are_text(kind, text):
+    inputs = {"a": keras.Input([1], name="a"), "b": keras.Input([1], name="b")}
+    model = keras.Model(inputs, keras.layers.Dense(2)(inputs["a"] + inputs["b"]))
+    arrays = {"a": np.zeros([6, 1], np.float32), "b": text}, np.zeros(6, int)
+    data = arrays if kind == "arrays" else tf.data.Dataset.from_tensor_slices(arrays).batch(2)
+    with pytest.raises(UsageError, match="^the features b are text, and the model takes float32"):
+        Loop(TrainStep(model, "sgd"), data, global_batch_size=2)
+    words = keras.Sequential([keras.Input([1], dtype="string"), keras.layers.StringLookup()])
+    labels.check_features(words, GlobalBatches(tf.data.Dataset.from_tensors((text, [0] * 6))))
+
+
 @pytest.mark.parametrize("kind", [dict, list])
 def test_features_of_other_names_than_the_inputs(kind):
     inputs = {"x": keras.Input([4], name="x"), "z": keras.Input([4], name="z")}
@@ -347,7 +360,7 @@ def test_a_first_batch_that_is_checked_changes_no_order(loss):
         ([2637.0, 7000.0, 12040.0], "mean 7225.7 and the standard deviation 3842.1"),
         (
             [2001, 2002, 2003],
-            "train on (label - 2002) / 0.8165, or give a much larger --learning_rate",
+            "train on (label - 2002) / 0.8165, or, with Adam, try --learning_rate=0.9",
         ),
         ([-1.0, 0.5, 3.0], None),
         ([1.0, 1.1, 1.2], None),

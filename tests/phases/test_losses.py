@@ -135,6 +135,25 @@ def test_an_object_has_one_loss_for_each_example():
     assert float(tf.reduce_mean(values)) == pytest.approx(float(given(labels, outputs)), rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("loss", "given", "warns"),
+    [
+        ("mse", {}, True),
+        (keras.losses.Huber(), {}, True),
+        (["mse"], {}, True),
+        ("mse", {"loss_fn": "mse"}, False),
+        ("sparse_categorical_crossentropy", {}, False),
+        (keras.losses.SparseCategoricalCrossentropy(from_logits=True), {}, False),
+    ],
+)
+def test_a_compiled_loss_is_not_dropped_in_silence(caplog, loss, given, warns):
+    compiled = model(1)
+    compiled.compile("sgd", loss)
+    ctl.TrainStep(compiled, "sgd", **given)
+    ctl.EvalStep(compiled, **given)
+    assert caplog.text.count("give loss_fn=model.loss") == 2 * warns
+
+
 def test_a_loss_of_the_users_own_keeps_its_code():
     class Cubed(keras.losses.Loss):
         def call(self, labels, outputs):

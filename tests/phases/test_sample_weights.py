@@ -307,6 +307,21 @@ def test_a_wrong_rule_is_refused(kind):
         kind(*arguments, weighting="sum")
 
 
+def test_one_name_in_both_lists_is_that_of_fit():
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    given = {"metrics": ["accuracy"], "weighted_metrics": ["accuracy"]}
+    plain = seeded_mlp()
+    plain.compile("sgd", loss, **given)
+    features, labels = examples(COUNT)
+    evaluated = plain.evaluate(
+        features, labels, sample_weight=of_examples(), verbose=0, return_dict=True
+    )
+    step = EvalStep(plain, loss, **given)
+    results = Evaluator(step, (features, labels, of_examples())).run()
+    names = "accuracy", "weighted_accuracy"
+    assert [results[name] for name in names] == pytest.approx([evaluated[name] for name in names])
+
+
 def test_metrics_of_one_name_are_refused():
     with pytest.raises(UsageError, match="^two metrics are called accuracy, .* give another name="):
         EvalStep(mlp(), metrics=[accuracy()], weighted_metrics=[accuracy()])
