@@ -620,7 +620,7 @@ class Loop:
         unchanged = self.state.now() if chief_saves and followed else None
         yield
         changed = bool(unchanged and not unchanged())
-        if workers.any_of(self.strategy, changed) and self.checkpoints:
+        if self.checkpoints and workers.any_of(self.strategy, changed):
             self._own_saves.last_own = step  # so that `save` replaces it
             self.save()
 

@@ -31,6 +31,11 @@ _NONE: Mapping[int, Any] = types.MappingProxyType({})
 _ROWS = "rows"  # embedding tables as they are, and what they have missed: `ctl.phases.deferred`
 
 
+# Elements of a variable that is looked at for changes. A read of a table that is trained by rows
+# copies it; who sets weights sets small ones, too.
+_COMPARED = 1 << 24
+
+
 class TrainState:
     """The variables of a training on ``dataset`` by group, which a checkpoint holds: those of
     `TrainStep.state`, and the memories of ``eval_actions``, see `ctl.schedule.patience`."""
@@ -53,8 +58,12 @@ class TrainState:
 
     def now(self) -> Callable[[], bool]:
         """Returns a function that says whether the step is still as it is now: its variables, but
-        for values that differ between replicas, which of them train, and its Python values."""
-        state = bundle.unwrap(self._step.state())
+        for large ones and values that differ between replicas, which of them train, and its Python
+        values."""
+        state = {
+            key: [v for v in group if v.shape.num_elements() <= _COMPARED]
+            for key, group in bundle.unwrap(self._step.state()).items()
+        }
         before, settings = bundle.snapshot(state), self._settings()
 
         def is_still() -> bool:
