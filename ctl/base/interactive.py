@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 from absl import flags
+
+from ctl.errors import UsageError
+
+_FLAG = re.compile(r"--(\w+)(?:=((?:[\w.]+(?:,[\w.]+)*)?))?")
+_LISTS = "features", "labels"  # arguments that take lists
+_SPLITS = "train_split", "eval_split"
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def is_shell() -> bool:
@@ -36,3 +47,30 @@ def in_command() -> bool:
 def another_directory() -> str:
     """What to choose where the directory of a run cannot be used."""
     return "another --model_dir" if in_command() else "another directory"
+
+
+def names_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Returns ``function``, whose `UsageError` names flags if a command runs, and else the
+    arguments of the same names."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return function(*args, **kwargs)
+        except UsageError as error:
+            if in_command():
+                raise
+            raise UsageError(_FLAG.sub(_argument, str(error))) from error
+
+    return call
+
+
+def _argument(flag: re.Match[str]) -> str:
+    name, value = flag.groups()
+    if name == "loss":  # what the labels are follows from it
+        kinds = {"mean_squared_error": "numbers", "binary_cross_entropy": "binary"}
+        name, value = "loss_of", kinds.get(value or "")
+    name = "split" if name in _SPLITS else name
+    if not value:
+        return f"{name}="
+    return f"{name}={value.split(',') if name in _LISTS else repr(value)}"

@@ -16,6 +16,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from absl import logging
 
+from ctl.base.interactive import names_arguments
 from ctl.base.names import (
     BINARY,
     CLASSES,
@@ -75,6 +76,7 @@ class Files:
             ``columns``, ``examples``.
     """
 
+    @names_arguments
     def __init__(
         self,
         path: PathLike,
@@ -82,7 +84,7 @@ class Files:
         image_shape: tuple[int, int, int] | None = None,
         features: Sequence[str] | None = None,
         labels: Sequence[str] | None = None,
-        loss_of: str = CLASSES,
+        loss_of: str = UNKNOWN,
         schema: Mapping[str, Any] | None = None,
         record_schema: str | None = None,
         missing: str | None = None,
@@ -94,9 +96,11 @@ class Files:
             path: of the file or the folder; also a URL, see `ctl.base.remote.StorePath`.
             image_shape: [H, W, C] to resize images to; by default that of all images, or 64x64 if
                 they differ in size.
-            features: columns of a table, see `ctl.data.tables.choose`.
+            features: columns of a table, or one; see `ctl.data.tables.choose`.
             labels: as ``features``.
-            loss_of: what the loss takes, see `ctl.base.names.loss_of`.
+            loss_of: what the labels of a table are for the loss: ``"classes"``, ``"binary"`` or
+                ``"numbers"``. By default, text is classes, and so are numbers that are 0, 1, …
+                without a gap; others stay numbers.
             schema: of the training data, if this is other data for the same model.
             record_schema: the features of TFRecord files that are read, and their types, such as
                 ``"image:uint8[28,28],label:int64"``; by default all, by what they hold.
@@ -111,13 +115,15 @@ class Files:
             UsageError: the data are missing, damaged or not suitable.
         """
         path = located(path)
+        features = [features] if isinstance(features, str) else features
+        labels = [labels] if isinstance(labels, str) else labels
         known = _checked(schema or {})
         self.schema: dict[str, Any] = {"path": str(path), "examples": {}}
         self._columns: list[list[str]] = []
         self._last_column = ""  # that has the labels because nothing says which does
         self._sources: dict[str, Any] = {}
         self._needs_labels = needs_labels
-        self._is_own_loss = loss_of == UNKNOWN
+        self._is_loss_unknown = loss_of == UNKNOWN
         if parts := _clicks(path):
             self._sources = {part: clicks.source(of, path.name) for part, of in parts.items()}
             self._info = clicks.info(path.name)
@@ -267,6 +273,7 @@ class Files:
             )
         return part, rows
 
+    @names_arguments
     def load(
         self,
         split: str,
@@ -370,16 +377,16 @@ class Files:
         lines += _aligned(rows)
         if counted and not self._info.num_classes:  # one output
             lines.append(f"  the positive class, label 1, is {tables.plain(names[1])}")
-        elif self._is_own_loss and self._columns:
-            lines.append(f"  {self._labels_of_own_loss()}")
+        elif self._is_loss_unknown and self._columns and not self._is_of_model:
+            lines.append(f"  {self._what_labels_are()}")
         return lines
 
-    def _labels_of_own_loss(self) -> str:
+    def _what_labels_are(self) -> str:
         if classes := self._info.num_classes:
-            return f"labels of your own loss: classes, 0 to {classes - 1}, an output for each"
+            return f"labels are classes, 0 to {classes - 1}: an output for each"
         number = self._info.num_outputs
         outputs = "1 output" if number == 1 else f"{number} outputs"
-        return f"labels of your own loss: these numbers, {outputs} (classes begin at 0)"
+        return f"labels are these numbers: {outputs} (classes begin at 0)"
 
 
 class _Rows:

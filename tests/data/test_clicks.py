@@ -147,7 +147,7 @@ def test_a_damaged_line_is_named_or_skipped(tmp_path, line, message):
     for name in ("train.txt", "train.txt.gz"):
         with pytest.raises(UsageError, match=re.escape(f"{name}, {message}")) as raised:
             load(Files(tmp_path / name), "train")
-        assert "\n" not in str(raised.value) and "--on_bad_record=skip" in str(raised.value)
+        assert "\n" not in str(raised.value) and "on_bad_record='skip'" in str(raised.value)
     (features, _) = load(Files(tmp_path / "train.txt"), "train", on_bad_record="skip").arrays
     assert features["dense"][:, 0].tolist() == [5, 6, 6, 5]
 

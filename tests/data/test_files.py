@@ -168,7 +168,7 @@ def test_what_is_trained_on_is_not_evaluated_unless_both_are_given(tmp_path, cap
         ("test", "has no split 'test'; it has train, and parts of one of them"),
         (
             "0.2",
-            "has no split '0.2'; .* give --train_split='train.:80%.' --eval_split='train.80%:.'$",
+            "has no split '0.2'; .* give split='train.:80%.' split='train.80%:.'$",
         ),
         ("train[", "has no split"),
         ("train+train", "has no split"),
@@ -239,7 +239,7 @@ def test_words_and_means_are_those_of_the_training_examples(tmp_path, caplog):
 def test_examples_without_a_value_are_left_out(tmp_path, caplog):
     rows = [f"{n if n % 4 else ''},{n % 2}" for n in range(40)]
     (tmp_path / "t.csv").write_text("\n".join(["age,y", *rows, "", ""]))
-    with pytest.raises(UsageError, match="'age' has no value, as in 10 of 40 rows: add --missing="):
+    with pytest.raises(UsageError, match="'age' has no value, as in 10 of 40 rows: add missing="):
         Files(tmp_path / "t.csv")
     caplog.set_level("INFO")
     files = Files(tmp_path / "t.csv", missing="drop")
@@ -294,7 +294,7 @@ def test_rare_classes_are_repeated_in_the_training_only(tmp_path):
     assert first == second and held.num_examples == 4
     assert files.schema["examples"]["train[:90%]"] == [first, second]
     assert not {*train.arrays[0].ravel()} & {*held.arrays[0].ravel()}
-    with pytest.raises(UsageError, match="t.csv has no classes: leave out --oversample"):
+    with pytest.raises(UsageError, match="t.csv has no classes: leave out oversample="):
         load(Files(tmp_path / "t.csv", labels=["x"], loss_of=NUMBERS), "train", oversample=True)
 
 
@@ -322,15 +322,11 @@ def test_columns_with_decimal_commas_are_named(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("values", "labels", "said"),
     [
-        (["-19", "51"], {-19.0, 51.0}, "these numbers, 1 output (classes begin at 0)"),
+        (["-19", "51"], {-19.0, 51.0}, "these numbers: 1 output (classes begin at 0)"),
         (["0.5", "2"], {0.5, 2.0}, "these numbers"),
         (["0", "1", "3"], {0.0, 1.0, 3.0}, "these numbers"),
-        (
-            [*map(str, range(120))],
-            {*map(float, range(120))},
-            "these numbers",
-        ),  # too many for classes
-        (["0", "2", "1"], {0, 1, 2}, "classes, 0 to 2, an output for each"),
+        ([*map(str, range(120))], {*map(float, range(120))}, "these numbers"),  # too many classes
+        (["0", "2", "1"], {0, 1, 2}, "classes, 0 to 2: an output for each"),
         (["no", "yes"], {0, 1}, "classes, 0 to 1"),
     ],
 )
@@ -348,11 +344,19 @@ def test_labels_of_a_loss_of_ones_own(tmp_path, values, labels, said):
     assert said in files.table()[-1]
 
 
+def test_messages_name_arguments_where_a_program_runs(tmp_path):
+    (tmp_path / "t.csv").write_text("x,y\n" + "".join(f"{n},{n / 7}\n" for n in range(40)))
+    with pytest.raises(UsageError, match="to predict numbers, give loss_of='numbers', or"):
+        Files(tmp_path / "t.csv", loss_of="classes")
+    files = Files(tmp_path / "t.csv", labels="y")  # numbers stay numbers, if nothing is said
+    assert load(files, "train").arrays[1][1] == np.float32(1 / 7)
+
+
 def test_probabilities_are_no_classes(tmp_path):
     (tmp_path / "t.csv").write_text("x,y\n" + "1,0\n2,0.5\n" * 4)
     files = Files(tmp_path / "t.csv", loss_of=BINARY)
     assert load(files, "train").info.class_names == ()
-    with pytest.raises(UsageError, match="t.csv has no classes: leave out --oversample"):
+    with pytest.raises(UsageError, match="t.csv has no classes: leave out oversample="):
         load(files, "train", oversample=True)
 
 
