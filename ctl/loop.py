@@ -852,10 +852,11 @@ class Loop:
             if self.checkpoints:
                 self.save(wait=True)
             if not is_shell():
-                return KeyboardInterrupt(f"step {step} is saved: after restore(), train() goes on")
+                return KeyboardInterrupt(f"step {step} is saved: after restore(), train goes on")
             saved_too = " and is saved" if self.checkpoints else ""
             return KeyboardInterrupt(
-                f"the loop stopped after step {step}, keeps its state{saved_too}: train() goes on"
+                f"the loop stopped after step {step}, keeps its state{saved_too}; the same call "
+                "goes on"
             )
         if self.checkpoints is None:
             return Preempted(

@@ -33,6 +33,7 @@ ARGUMENTS = {
     "max_epochs": "give epochs= to loop.train(…) or loop.train_and_evaluate(…)",
     "steps": "give until=STEP to loop.train(…), the step at which it ends",
     "initial_epoch": "give Loop(checkpoints=DIRECTORY), and call loop.restore()",
+    "monitor": "call it metric, without val_: the name of a result, such as loss",
     "verbose": "give progress=False or progress=True to loop.train(…)",
 }
 _OPTIMIZER = "give it to the optimizer, such as keras.optimizers.AdamW({name}=…)"
@@ -43,7 +44,9 @@ OF_STEPS = {
     "loss": "call it loss_fn",
     "loss_weights": "give one function as loss_fn, which adds the losses with their weights: "
     "lambda labels, outputs: one(labels['a'], outputs['a']) + 0.5 * other(labels['b'], …)",
-    **dict.fromkeys(("clipnorm", "global_clipnorm", "max_grad_norm"), "call it clip_norm"),
+    **dict.fromkeys(
+        ("clipnorm", "global_clipnorm", "max_grad_norm", "gradient_clip_val"), "call it clip_norm"
+    ),
     "gradient_accumulation_steps": "call it accumulate_steps",
     "auto_scale_loss": "call it loss_scale, and give it with a mixed_float16 policy",
     "label_smoothing": "give loss_fn=functools.partial(ctl.losses.cross_entropy, smoothing=…)",
@@ -95,9 +98,11 @@ def refuses_foreign(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         for name in kwargs.keys() - known:
+            is_made = function.__name__ == "__init__"
+            called = type(args[0]).__name__ if is_made else function.__qualname__
             if advice := ARGUMENTS.get(name):
-                raise UsageError(f"{function.__qualname__} has no argument {name}: {advice}")
-            raise _unexpected(function.__qualname__, name, known)
+                raise UsageError(f"{called} has no argument {name}: {advice}")
+            raise _unexpected(called, name, known)
         return function(*args, **kwargs)
 
     return call
@@ -113,6 +118,17 @@ def refuse_argument_of_step(kind: type, name: str, options: Iterable[str]) -> No
     made = [vars(base)["__init__"] for base in kind.__mro__[:-1] if "__init__" in vars(base)]
     known = {each for function in made for each in inspect.signature(function).parameters}
     raise _unexpected(kind.__name__, name, known | {*options})
+
+
+def refuse_unknown(kind: type, named: Iterable[str]) -> None:
+    """Raises `TypeError`, with the closest name, if ``kind`` does not take an argument ``named``
+    so."""
+    known = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+    if any(one.kind is one.VAR_KEYWORD for one in known.values()):
+        return
+    for name in named:
+        if name not in known:
+            raise _unexpected(kind.__name__, name, known)
 
 
 def _unexpected(function: str, name: str, known: Iterable[str]) -> TypeError:

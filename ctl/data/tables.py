@@ -1009,7 +1009,9 @@ def _check_size(table: Table, name: str) -> None:
         flat = np.abs(column.reshape(len(column), -1))
         rows = np.flatnonzero((flat > np.finfo(np.float32).max).any(axis=1))
         if len(rows):
-            raise UsageError(f"{table.where(rows[0])}: {quoted(name)} is too large for float32")
+            infinite = np.isinf(flat[rows[0]]).any()
+            what = "infinite" if infinite else "too large for float32"
+            raise UsageError(f"{table.where(rows[0])}: {quoted(name)} is {what}")
 
 
 def described(table: Table, choice: Choice) -> list[list[str]]:

@@ -145,7 +145,8 @@ def _workers(before: Mapping[str, Any], step: int, workers: int) -> list[dict[st
         return found
     if found:
         logging.info(
-            "from step %d on, %d workers train (were %s)", step, workers, found[-1]["count"]
+            "from step %d on, the number of workers is %d (was %s)",
+            *(step, workers, found[-1]["count"]),
         )
     return [*found, {"step": step, "time": time.time(), "count": workers}]
 

@@ -98,9 +98,12 @@ def check_loss_and_metrics(loss_fn: Any, **metrics: Any) -> None:
         listed = isinstance(given, Sequence) and not isinstance(given, str)
         for metric in given if listed else [given]:
             if not (listed and isinstance(metric, keras.metrics.Metric)):
+                wrapped = "; of a function, give keras.metrics.MeanMetricWrapper(function, name)"
                 raise UsageError(
                     f"{argument} must be a list of names, such as ['accuracy'], or of "
                     f"keras.metrics.Metric objects; got {metric!r}"
+                    + wrapped
+                    * (listed and callable(metric))
                 )
             if metric.name in names:
                 raise UsageError(
@@ -123,7 +126,7 @@ def check_results(metrics: Sequence[keras.metrics.Metric]) -> None:
             if math.prod(shape) != 1:
                 raise UsageError(
                     f"metric {metric.name} has a result of shape {shape}, and a record holds one "
-                    "number for each: average it, or return a dict of scalars"
+                    "number for each: average it (average='macro'), or return a dict of scalars"
                 )
 
 

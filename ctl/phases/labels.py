@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -155,6 +156,12 @@ def check_features(model: keras.Model, dataset: Any) -> None:
     names = [one.name for one in inputs]
     missing = [n for n in names if isinstance(features, dict) and n not in features]
     if missing and (len(names) > 1 or isinstance(model.input, dict)):
+        if all(re.fullmatch(r"keras_tensor(_\d+)?", name) for name in names):  # given by Keras
+            raise UsageError(
+                f"the inputs of model {model.name} have no names, and the features of the data are "
+                f"{', '.join(features)}: name them, as in keras.Input(…, name={[*features][0]!r}), "
+                "or give a tuple of features, in the order of the inputs"
+            )
         raise UsageError(
             f"model {model.name} has the input {missing[0]}, and the features of the data are "
             f"{', '.join(features)}: call them as the inputs, {', '.join(names)}"

@@ -35,6 +35,17 @@ def _matches(labels: Any, outputs: Any, threshold: float) -> Any:
     return keras.metrics.categorical_accuracy(labels, outputs)
 
 
+# What others call metrics, and Keras's names.
+_OF_OTHERS = {
+    "f1": "f1_score",
+    "rmse": "RootMeanSquaredError",
+    "r2": "R2Score",
+    "auroc": "AUC",
+    "roc_auc": "AUC",
+    "iou": "MeanIoU",
+}
+
+
 def from_names(metrics: Any, logits: bool | None, one_hot: bool, others: Any = ()) -> Any:
     """Returns a list of metrics in which those that are names are made. Call it inside
     ``strategy.scope()``. None is an empty list, and what else is no list or tuple is returned as it
@@ -74,7 +85,8 @@ def from_name(name: str, logits: bool | None = None, one_hot: bool = False) -> k
         found = None
     if found is None:
         close = difflib.get_close_matches(name, [*ACCURACY, *dir(keras.metrics)], n=1)
-        hint = f": did you mean {close[0]!r}?" if close else ""
+        meant = _OF_OTHERS.get(name.lower()) or (close and close[0])
+        hint = f": did you mean {meant!r}?" if meant else ""
         raise UsageError(f"Keras has no metric {name!r}{hint}")
     if not isinstance(found, keras.metrics.Metric):
         return keras.metrics.MeanMetricWrapper(found, name=name)

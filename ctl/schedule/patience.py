@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from ctl.base.actions import STOP
 from ctl.base.best import mode_of
+from ctl.base.foreign_names import refuses_foreign
 from ctl.distributed import workers
 from ctl.errors import UsageError
 
@@ -44,6 +45,7 @@ class Patience:
             it.
     """
 
+    @refuses_foreign
     def __init__(
         self,
         metric: str,

@@ -18,6 +18,7 @@ import tensorflow as tf
 from absl import logging
 
 from ctl.base.autograph import AutographMethods
+from ctl.base.foreign_names import refuse_unknown
 from ctl.base.names import check_name
 from ctl.errors import UsageError
 from ctl.flags import defaults
@@ -59,6 +60,10 @@ class Schedule(AutographMethods, keras.optimizers.schedules.LearningRateSchedule
     """
 
     warmup_steps: int = dataclasses.field(default=0, kw_only=True)
+
+    def __new__(cls, *_: Any, **named: Any) -> Schedule:
+        refuse_unknown(cls, named)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0 or self.warmup_steps != int(self.warmup_steps):

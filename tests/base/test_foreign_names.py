@@ -23,7 +23,7 @@ def loop():
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_an_argument(loop, name):
     for function in (ctl.Loop, loop.train, loop.train_and_evaluate):
-        where = "Loop.__init__" if function is ctl.Loop else f"Loop.{function.__name__}"
+        where = "Loop" if function is ctl.Loop else f"Loop.{function.__name__}"
         if function is not ctl.Loop and name in ("callbacks", "epochs"):
             continue
         with pytest.raises(UsageError) as error:
@@ -89,3 +89,23 @@ def test_a_close_name_is_offered(loop):
     ):
         with pytest.raises(TypeError, match=f"'{wrong}'. Did you mean '{right}'\\?$"):
             function(**{wrong: 1})
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: ctl.schedule.Cosine(0.1, decay_steps=9), "Cosine.* Did you mean 'total_steps'"),
+        (lambda: ctl.EarlyStopping("loss", patiance=9), "EarlyStopping.* Did you mean 'patience'"),
+    ],
+)
+def test_other_classes(make, said):
+    with pytest.raises(TypeError, match=said):
+        make()
+
+
+def test_a_schedule_of_ones_own_takes_what_it_wants():
+    class Own(ctl.schedule.Constant):
+        def __init__(self, **options):
+            super().__init__(options["height"])
+
+    assert Own(height=0.5).get_config()["learning_rate"] == 0.5

@@ -53,6 +53,17 @@ def test_features_that_are_text(kind, text):
     labels.check_features(words, GlobalBatches(tf.data.Dataset.from_tensors((text, [0] * 6))))
 
 
+def test_features_of_inputs_without_names():
+    """Keras calls the input keras_tensor, and takes no feature of this name."""
+    inputs = [keras.Input([2]), keras.Input([2])]
+    model = keras.Model(inputs, keras.layers.Dense(2)(keras.layers.add(inputs)), name="small")
+    features = {"x": np.zeros([6, 2], np.float32), "z": np.zeros([6, 2], np.float32)}
+    with pytest.raises(
+        UsageError, match=r"^the inputs of model small .* keras.Input\(…, name='x'\)"
+    ):
+        Loop(TrainStep(model, "sgd"), (features, np.zeros(6, int)), global_batch_size=2)
+
+
 @pytest.mark.parametrize("kind", [dict, list])
 def test_features_of_other_names_than_the_inputs(kind):
     inputs = {"x": keras.Input([4], name="x"), "z": keras.Input([4], name="z")}
