@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -153,19 +153,8 @@ def check_features(model: keras.Model, dataset: Any) -> None:
     if not inputs or not local_batch.has_parts(batch):
         return
     features: Any = batch[0]
-    names = [one.name for one in inputs]
-    missing = [n for n in names if isinstance(features, dict) and n not in features]
-    if missing and (len(names) > 1 or isinstance(model.input, dict)):
-        if all(re.fullmatch(r"keras_tensor(_\d+)?", name) for name in names):  # given by Keras
-            raise UsageError(
-                f"the inputs of model {model.name} have no names, and the features of the data are "
-                f"{', '.join(features)}: name them, as in keras.Input(…, name={[*features][0]!r}), "
-                "or give a tuple of features, in the order of the inputs"
-            )
-        raise UsageError(
-            f"model {model.name} has the input {missing[0]}, and the features of the data are "
-            f"{', '.join(features)}: call them as the inputs, {', '.join(names)}"
-        )
+    if isinstance(features, dict):
+        _check_names(features, inputs, model)
     for one, spec in _by_input(features, inputs):
         if spec.dtype == tf.string and one.dtype != "string":
             which = f"features {one.name}" if len(inputs) > 1 else "features"
@@ -327,6 +316,29 @@ def check_ids(model: keras.Model, dataset: Any, step: int | None = None) -> None
             feature = f"feature {one.name} of " if len(inputs) > 1 else ""
             with contextlib.suppress(AttributeError, ValueError):  # NumPy has no such array
                 _check_rows(np.asarray(ids), layer, feature, where)
+
+
+def _check_names(features: Mapping[str, Any], inputs: Sequence[Any], model: keras.Model) -> None:
+    """Raises `UsageError` if ``features`` lack one of several ``inputs`` of ``model``, or of those
+    that it has as a dict."""
+    if isinstance(model.input, dict):
+        names = [*model.input]
+    elif len(inputs) > 1:
+        names = [one.name for one in inputs]
+    else:
+        return
+    missing = [name for name in names if name not in features]
+    if missing and all(re.fullmatch(r"keras_tensor(_\d+)?", name) for name in names):  # Keras's
+        raise UsageError(
+            f"the inputs of model {model.name} have no names, and the features of the data are "
+            f"{', '.join(features)}: name them, as in keras.Input(…, name={[*features][0]!r}), or "
+            "give a tuple of features, in the order of the inputs"
+        )
+    if missing:
+        raise UsageError(
+            f"model {model.name} has the input {missing[0]}, and the features of the data are "
+            f"{', '.join(features)}: call them as the inputs, {', '.join(names)}"
+        )
 
 
 def _by_input(features: Any, inputs: Sequence[Any]) -> list[tuple[Any, Any]]:

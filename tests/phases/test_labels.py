@@ -54,7 +54,13 @@ def test_features_that_are_text(kind, text):
 
 
 def test_features_of_inputs_without_names():
-    """Keras calls the input keras_tensor, and takes no feature of this name."""
+    """Keras calls the input keras_tensor, and takes no feature of this name. Of a dict of inputs,
+    it takes the keys."""
+    by_key = {"x": keras.Input([2]), "z": keras.Input([2])}
+    outputs = keras.layers.Dense(2)(keras.layers.add([*by_key.values()]))
+    zeros = {name: np.zeros([6, 2], np.float32) for name in "xz"}
+    data = InMemory((zeros, np.zeros(6, int)), global_batch_size=2)
+    labels.check_features(keras.Model(by_key, outputs), data)
     inputs = [keras.Input([2]), keras.Input([2])]
     model = keras.Model(inputs, keras.layers.Dense(2)(keras.layers.add(inputs)), name="small")
     features = {"x": np.zeros([6, 2], np.float32), "z": np.zeros([6, 2], np.float32)}
