@@ -101,12 +101,12 @@ def make_metrics(
     Raises:
         UsageError: Keras knows no such metric, or a function returns something else.
     """
-    logits, one_hot = losses.takes_logits(loss), losses.is_one_hot(loss)
+    logits = losses.takes_logits(loss)
     if names is None:
         names = "accuracy" if logits is not None and kind.loss is BaseStep.loss else ""
     if not is_function_name(names):
         given = [name.strip() for name in names.split(",")]
-        return [from_name(name, logits, one_hot) for name in given if name]
+        return [from_name(name, logits, loss) for name in given if name]
     made = find("metrics", names)()
     made = list(made) if isinstance(made, list | tuple) else [made]
     for metric in made:

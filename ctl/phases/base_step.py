@@ -88,9 +88,8 @@ class BaseStep(AutographMethods):
         check_kind(model)
         self.loss_fn: Callable[..., Any] = losses.per_example(loss_fn, model)
         logits = losses.takes_logits(self.loss_fn) and losses.gives_logits(model) is not False
-        one_hot = losses.is_one_hot(self.loss_fn)
-        metrics = from_names(metrics, logits, one_hot)
-        weighted_metrics = from_names(weighted_metrics, logits, one_hot, others=metrics)
+        metrics = from_names(metrics, logits, self.loss_fn)
+        weighted_metrics = from_names(weighted_metrics, logits, self.loss_fn, others=metrics)
         check_loss_and_metrics(
             losses.cross_entropy if self.overrides("loss") else self.loss_fn,
             metrics=metrics,

@@ -321,6 +321,11 @@ def check_ids(model: keras.Model, dataset: Any, step: int | None = None) -> None
 def _check_names(features: Mapping[str, Any], inputs: Sequence[Any], model: keras.Model) -> None:
     """Raises `UsageError` if ``features`` lack one of several ``inputs`` of ``model``, or of those
     that it has as a dict."""
+    if type(model) is keras.Sequential:
+        raise UsageError(
+            f"model {model.name} is a keras.Sequential, which takes one array, and the features of "
+            f"the data are a dict of {', '.join(features)}: give the array"
+        )
     if isinstance(model.input, dict):
         names = [*model.input]
     elif len(inputs) > 1:

@@ -172,6 +172,11 @@ def is_one_hot(loss_fn: Any) -> bool:
     return _name_of(loss_fn).startswith("categorical")
 
 
+def is_binary(loss_fn: Any) -> bool:
+    """Whether a cross entropy of ctl or Keras takes labels of 0 and 1, one for each output."""
+    return _name_of(loss_fn).startswith("binary")
+
+
 def is_sparse(loss_fn: Any) -> bool:
     """Whether a cross entropy of ctl or Keras takes labels that are classes, [n]."""
     return _name_of(loss_fn) in ("cross_entropy", *_SPARSE)

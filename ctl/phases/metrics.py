@@ -18,17 +18,18 @@ ACCURACY = ("accuracy", "acc")  # for which Keras looks at the shapes
 
 class Accuracy(keras.metrics.MeanMetricWrapper):
     """The accuracy that Keras takes for the shapes: binary if there is one output, sparse if the
-    labels are classes, [n] or [n, 1], else categorical. With ``logits``, the threshold of a binary
-    one is 0, not 1/2."""
+    labels are classes, [n] or [n, 1], else categorical. With ``binary``, for several labels of 0
+    and 1, it is binary for any number of outputs: Keras compares the largest one. With ``logits``,
+    the threshold of a binary one is 0, not 1/2."""
 
-    def __init__(self, name: str = "accuracy", *, logits: bool = False):
-        threshold = 0.0 if logits else 0.5
-        super().__init__(functools.partial(_matches, threshold=threshold), name=name)
+    def __init__(self, name: str = "accuracy", *, logits: bool = False, binary: bool = False):
+        matches = functools.partial(_matches, threshold=0.0 if logits else 0.5, binary=binary)
+        super().__init__(matches, name=name)
 
 
-def _matches(labels: Any, outputs: Any, threshold: float) -> Any:
+def _matches(labels: Any, outputs: Any, threshold: float, binary: bool) -> Any:
     labels, outputs = map(keras.ops.convert_to_tensor, (labels, outputs))
-    if outputs.shape[-1] == 1:
+    if outputs.shape[-1] == 1 or binary:
         return keras.metrics.binary_accuracy(labels, outputs, threshold)
     if len(labels.shape) < len(outputs.shape) or labels.shape[-1] == 1:
         return keras.metrics.sparse_categorical_accuracy(labels, outputs)
@@ -46,7 +47,7 @@ _OF_OTHERS = {
 }
 
 
-def from_names(metrics: Any, logits: bool | None, one_hot: bool, others: Any = ()) -> Any:
+def from_names(metrics: Any, logits: bool | None, loss_fn: Any, others: Any = ()) -> Any:
     """Returns a list of metrics in which those that are names are made. Call it inside
     ``strategy.scope()``. None is an empty list, and what else is no list or tuple is returned as it
     is. For the others, see `from_name`. As in `fit`, accuracy is called weighted_accuracy if
@@ -55,7 +56,7 @@ def from_names(metrics: Any, logits: bool | None, one_hot: bool, others: Any = (
         return []
     if isinstance(metrics, str) or not isinstance(metrics, Sequence):
         return metrics
-    made = [from_name(one, logits, one_hot) if isinstance(one, str) else one for one in metrics]
+    made = [from_name(one, logits, loss_fn) if isinstance(one, str) else one for one in metrics]
     taken = [getattr(one, "name", "") for one in others] if isinstance(others, Sequence) else []
     for given, metric in zip(metrics, made, strict=True):
         if isinstance(given, str) and metric.name in taken:
@@ -63,17 +64,17 @@ def from_names(metrics: Any, logits: bool | None, one_hot: bool, others: Any = (
     return made
 
 
-def from_name(name: str, logits: bool | None = None, one_hot: bool = False) -> keras.metrics.Metric:
+def from_name(name: str, logits: bool | None = None, loss_fn: Any = None) -> keras.metrics.Metric:
     """Makes a metric, which is called ``name``: one that `keras.metrics.get` knows, or of
-    `ACCURACY`. ``logits`` says whether the loss is a cross entropy of logits; then the metrics take
-    them, too. ``one_hot`` says whether its labels are one-hot: it applies a softmax, and some of
-    the metrics a sigmoid.
+    `ACCURACY`. ``logits`` says whether ``loss_fn`` is a cross entropy of logits; then the metrics
+    take them, too. If its labels are one-hot, it applies a softmax, and some of the metrics a
+    sigmoid.
 
     Raises:
         UsageError: Keras has no such metric, or it needs arguments or probabilities.
     """
     if name in ACCURACY:
-        return Accuracy(name, logits=bool(logits))
+        return Accuracy(name, logits=bool(logits), binary=losses.is_binary(loss_fn))
     try:
         found = keras.metrics.get(name)
     except TypeError as error:
@@ -92,7 +93,9 @@ def from_name(name: str, logits: bool | None = None, one_hot: bool = False) -> k
         return keras.metrics.MeanMetricWrapper(found, name=name)
     kind = type(found)
     arguments = _of_logits(kind) if logits else {}
-    of_sigmoid = arguments and one_hot and not kind.__name__.endswith("Crossentropy")
+    of_sigmoid = (
+        arguments and losses.is_one_hot(loss_fn) and not kind.__name__.endswith("Crossentropy")
+    )
     if of_sigmoid or (logits and isinstance(found, keras.metrics.FBetaScore)):
         raise UsageError(
             f"metric {name} of Keras takes probabilities, and the loss has logits: give an object "
@@ -143,6 +146,11 @@ def check_given(metrics: Sequence[keras.metrics.Metric], loss_fn: Any, model: An
     shape: Any = getattr(model, "output_shape", None)
     for metric in metrics:
         kind, wanted = type(metric).__name__, takes_logits(metric)
+        if isinstance(metric, _OF_ONE_HOT) and losses.is_sparse(loss_fn):
+            raise UsageError(
+                f"metric {metric.name} takes one-hot labels, and the loss takes classes: give "
+                f"{'Sparse' + kind} (or accuracy)"
+            )
         of_largest = kind in ("F1Score", "FBetaScore") and metric.get_config()["threshold"] is None
         if of_largest and type(shape) is tuple and shape[1:] == (1,):
             raise UsageError(
@@ -159,6 +167,10 @@ def check_given(metrics: Sequence[keras.metrics.Metric], loss_fn: Any, model: An
                 f"metric {metric.name} takes probabilities, and model {model.name} gives logits, "
                 f"as the loss takes them: give {_for_logits(metric, loss_fn)}"
             )
+
+
+# Metrics that give a number for labels that are classes, which means nothing.
+_OF_ONE_HOT = (keras.metrics.CategoricalAccuracy, keras.metrics.TopKCategoricalAccuracy)
 
 
 def _has_shape(metric: keras.metrics.Metric, loss_fn: Any) -> bool:

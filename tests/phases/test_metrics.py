@@ -252,8 +252,33 @@ def test_a_metric_of_a_softmax_is_refused_with_a_remedy(says, given, remedy):
 
 def test_ctl_s_names_are_refused_where_they_would_apply_a_sigmoid_to_a_softmax():
     with pytest.raises(UsageError, match="^metric auc of Keras takes probabilities"):
-        metrics.from_name("auc", True, True)
-    assert metrics.from_name("categorical_crossentropy", True, True).get_config()["from_logits"]
+        metrics.from_name("auc", True, keras.losses.CategoricalCrossentropy())
+    found = metrics.from_name(
+        "categorical_crossentropy", True, keras.losses.categorical_crossentropy
+    )
+    assert found.get_config()["from_logits"]
+
+
+def test_accuracy_of_several_labels_is_that_of_each():
+    """Keras's compares the largest output with the largest label."""
+    inputs = RANDOM.normal(size=(20, 3)).astype("float32")
+    labels = (inputs > 0.3).astype("int64")
+    model = keras.Sequential(
+        [keras.Input([3]), keras.layers.Dense(3, kernel_initializer="identity")]
+    )
+    for loss in ("binary_crossentropy", keras.losses.BinaryCrossentropy(from_logits=True)):
+        step = ctl.EvalStep(model, loss, ["accuracy"])
+        data = ctl.data.InMemory((inputs, labels), global_batch_size=20, training=False)
+        found = ctl.Evaluator(step, data).run()["accuracy"]
+        assert found == pytest.approx(np.mean((inputs > 0) == labels), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["categorical_accuracy", "TopKCategoricalAccuracy"])
+def test_a_metric_of_one_hot_labels_is_refused_for_classes(name):
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(3)])
+    step = ctl.TrainStep(model, "sgd", metrics=[name])
+    with pytest.raises(UsageError, match=f"^metric {name} takes one-hot labels.* give Sparse.*Cat"):
+        ctl.Loop(step, (FEATURES, np.zeros(len(FEATURES), int)), global_batch_size=4)
 
 
 @pytest.mark.parametrize(
