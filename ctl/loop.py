@@ -94,7 +94,7 @@ from ctl.phases.plan.plan import Plan
 from ctl.phases.table_plan import plan_tables
 from ctl.phases.trace_guards import TraceKey
 from ctl.reduce import SUM
-from ctl.schedule.patience import check_watched, remembered
+from ctl.schedule.patience import check_watched, remembered, usual_best
 from ctl.step import TrainStep
 
 _SAVE_SECONDS = 60.0  # between two saves into a directory
@@ -274,7 +274,9 @@ class Loop:
         self._pace = Pace(checked("steps_per_loop", steps_per_loop), first_alone=alone)
         self.evaluator = evaluator
         if isinstance(checkpoints, str | os.PathLike):
-            checkpoints = CheckpointManager(checkpoints, save_every_seconds=_SAVE_SECONDS)
+            checkpoints = CheckpointManager(
+                checkpoints, save_every_seconds=_SAVE_SECONDS, best_metric=usual_best(evaluator)
+            )
         self.checkpoints = checkpoints
         self.actions = list(actions)
         self.eval_actions = [*remembered(schedule), *eval_actions]

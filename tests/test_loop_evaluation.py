@@ -21,7 +21,9 @@ from ctl.checkpoint import CheckpointManager
 from ctl.control.evaluator import Evaluator
 from ctl.data import GlobalBatches
 from ctl.errors import UsageError
+from ctl.loop import Loop
 from ctl.phases.base_step import EvalStep
+from ctl.step import TrainStep
 
 EVALUATED = 51  # three batches of 16 and one of 3
 
@@ -281,6 +283,17 @@ def test_the_weights_of_the_best_evaluation(tmp_path, mirrored):
         loop.train(9)
     assert loop.restore().step == 8
     loop.train(9)
+
+
+def test_the_best_of_a_regression_has_the_lowest_loss(tmp_path):
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    data = np.ones([8, 2], "float32"), np.ones([8, 1], "float32")
+    evaluator = Evaluator(EvalStep(model, "mse"), data)
+    step = TrainStep(model, "sgd", "mse")
+    loop = Loop(step, data, global_batch_size=4, evaluator=evaluator, checkpoints=str(tmp_path))
+    loop.train_and_evaluate(3)
+    assert loop.restore_best_weights().step == 3
+    loop.checkpoints.close()
 
 
 def test_a_best_evaluation_whose_checkpoint_is_gone_is_said(tmp_path, warnings_of):

@@ -606,9 +606,16 @@ class CheckpointManager:
         if wanted == "best":
             best = manifest.best_first(self.directory, *self._best)
             if steps and not best:
+                known = sorted(
+                    {n for saved in manifest.load_all(self.directory) for n in saved.metrics}
+                )
+                remedy = (
+                    f"those that there are, {', '.join(known)}, can be its best_metric"
+                    if known
+                    else "evaluate first or restore the latest"
+                )
                 raise CheckpointError(
-                    f"No checkpoint in {self.directory} has the metric {self._best[0]!r}; evaluate "
-                    "first or restore the latest"
+                    f"No checkpoint in {self.directory} has the metric {self._best[0]!r}; {remedy}"
                 )
             return [saved.step for saved in best]
         if wanted not in steps:

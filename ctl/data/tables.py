@@ -980,6 +980,11 @@ def _check_filled(table: Table, choice: Choice, chosen_for_it: bool) -> None:
         remedy = f"add {mean}, or {remedy.removeprefix('add ')}"
     if chosen_for_it and (whole := _flag(name for name in choice.features if name not in lacking)):
         remedy += f", or leave {'them' if said else 'it'} out{whole}"
+    empty = [name for name, count in lacking.items() if count == len(table)]
+    rest = _flag(name for name in choice.features if name not in empty)
+    if chosen_for_it and empty and rest:  # no other remedy helps
+        what = f"{table.name}: {listed(empty)} has no value in any row"
+        raise UsageError(f"{what}: leave {'them' if empty[1:] else 'it'} out{rest}")
     first = next(iter(lacking))
     raise UsageError(_no_value(table, quoted(first), first, also, remedy))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterable, Mapping
@@ -135,6 +136,14 @@ def check_watched(actions: Iterable[Any], evaluator: Any, best_metric: str | Non
             evaluator.check_result(f"metric of {watcher}", metric)
     if best_metric is not None and hasattr(evaluator, "check_result"):
         evaluator.check_result("best_metric", best_metric)
+
+
+def usual_best(evaluator: Any) -> str:
+    """The metric of the best checkpoint, if none is given: accuracy, if ``evaluator`` has it."""
+    with contextlib.suppress(UsageError, AttributeError):
+        evaluator.check_result("best_metric", "accuracy")
+        return "accuracy"
+    return "loss"
 
 
 def with_memory(actions: Iterable[Any]) -> list[Any]:

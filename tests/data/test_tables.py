@@ -389,6 +389,12 @@ def test_values_that_do_not_fit_are_named(choice, says):
         arrays(rows("n", "b", "s", "k"), choice)
 
 
+def test_a_column_without_any_value_is_left_out():
+    empty = Table("t.csv", {"a": np.full(3, np.nan), "b": np.arange(3.0)}, np.arange(2, 5))
+    with pytest.raises(UsageError, match="^t.csv: a has no value in any row: leave it out.*=b$"):
+        tables.check(empty, Choice(("a", "b"), ()))
+
+
 @pytest.mark.parametrize("value", [np.inf, -np.inf, 1e39])
 def test_what_no_float32_holds_is_named(value):
     found = Table("t.csv", {"a": np.array([1, value]), "b": np.arange(2.0)}, np.arange(2, 4))
