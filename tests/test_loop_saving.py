@@ -151,7 +151,7 @@ def test_data_that_end_are_an_end(tmp_path):
 def test_ctrl_c_saves_a_whole_step(tmp_path):
     loop, saved = saving(tmp_path)
     loop.actions.append(Every(lambda status: signal.raise_signal(signal.SIGINT), steps=6))
-    with pytest.raises(KeyboardInterrupt, match="step 6 is saved: after restore.., train.. goes"):
+    with pytest.raises(KeyboardInterrupt, match="step 6 is saved: after restore.., train goes"):
         loop.train(UNTIL)
     assert on_disk(tmp_path) == [6]
     by_hand, saved = saving(tmp_path / "by_hand", manager={"keep": 2})

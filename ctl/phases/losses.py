@@ -265,9 +265,9 @@ _ARITHMETIC = "AddV2", "Sub", "Mul", "RealDiv", "SquaredDifference"
 def broadcasts(value: Any, *of: Any) -> bool:
     """Whether arithmetic of [n] with [n, 1], which gives [n, n], leads from the tensors ``of`` to
     ``value``, as far as a graph shows it. False in eager mode."""
-    if tf.executing_eagerly() or not isinstance(value, tf.Tensor):
+    if not tf.is_symbolic_tensor(value):
         return False
-    seen = {one.op for one in tf.nest.flatten(of) if isinstance(one, tf.Tensor)}
+    seen = {one.op for one in tf.nest.flatten(of) if tf.is_symbolic_tensor(one)}
     left = [value.op]
     while left:
         if (op := left.pop()) in seen:
