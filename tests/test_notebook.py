@@ -96,8 +96,8 @@ def test_a_cell_runs_twice(cells):
 
 def test_the_stop_button_keeps_and_saves_the_state(cells):
     assert error_of(cells["stop"]) == (
-        "KeyboardInterrupt: the loop stopped after step 35, keeps its state and is saved; the same call "
-        "goes on"
+        "KeyboardInterrupt: the loop stopped after step 35, keeps its state and is saved; the same "
+        "call goes on"
     )
     assert printed(cells["state"]).split() == ["35", "35", "True"]
     [result] = of_kind(cells["go on"], "execute_result")
