@@ -233,10 +233,11 @@ class TrainStep(BaseStep):
             names = {id(v): v.path for v in [*now, *built]}
             changed = {id(v) for v in now} ^ {id(v) for v in built}
             which = ", ".join(sorted(names[i] for i in changed)) or "their order"
+            thawed = len(now) > len(built)
+            other = "make a new step and loop" if thawed else "use loop.train_only(layers)"
             raise UsageError(
                 f"the trainable variables of model {self.model.name} have changed since the step "
-                f"was built ({which}): set layer.trainable before that, or use "
-                "loop.train_only(layers)"
+                f"was built ({which}): set layer.trainable before that, or {other}"
             )
         toggled = {*replicas.training_norms(self.tracked.layer)} ^ self._training_norms
         if toggled:

@@ -470,16 +470,23 @@ def make_groups(
 
     Raises:
         UsageError: an optimizer or a variable is in two groups, a variable of the model is in none
-            or cannot be trained, or `check_optimizer` or `check_precision` refuses an optimizer.
+            or cannot be trained, an optimizer was made outside of the strategy's scope, or
+            `check_optimizer` or `check_precision` refuses it.
     """
     if isinstance(optimizers, keras.optimizers.Optimizer):
         groups = [Group(optimizers, list(model_variables), schedule)]
     else:
         groups = [_group(*entry, schedule) for entry in _entries(optimizers)]
         _check_disjoint(groups, model_variables)
+    strategy = tf.distribute.get_strategy()
     for optimizer, variables, _ in groups:
         check_optimizer(optimizer)
         check_precision(optimizer, variables)
+        if not strategy.extended.variable_created_in_scope(optimizer.iterations.value):
+            raise UsageError(
+                f"optimizer {optimizer.name} was not created in the strategy's scope: make it "
+                "inside `with strategy.scope():`"
+            )
         for variable in variables:
             if variable.overwrite_with_gradient:
                 raise UsageError(

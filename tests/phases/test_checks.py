@@ -153,6 +153,13 @@ def test_losses_that_layers_of_another_replica_have_added(mirrored):
         make_loop(mirrored(replicas), model=lambda s=synchronized: penalized(s)).train(1)
 
 
+def test_an_optimizer_of_another_scope(mirrored):
+    optimizer = keras.optimizers.Adam()
+    says = r"^optimizer \w+ was not created in the strategy's scope: make it inside `with strat"
+    with pytest.raises(UsageError, match=says):
+        make_loop(mirrored(2), optimizer=lambda: optimizer)
+
+
 @pytest.mark.parametrize("trainable", [True, False])
 def test_layers_that_are_frozen_too_late(trainable):
     def model():
@@ -166,7 +173,7 @@ def test_layers_that_are_frozen_too_late(trainable):
     loop.step.model.layers[-1].trainable = trainable
     reason = (
         r"have changed since the step was built \(\S+/bias, \S+/kernel\): set layer.trainable .*"
-        r"use loop.train_only\(layers\)"
+        + ("make a new step and loop" if trainable else r"use loop.train_only\(layers\)")
     )
     with pytest.raises(UsageError, match=reason):
         loop.train(2)
