@@ -240,8 +240,8 @@ def of_each(loss: keras.losses.Loss, labels: Any, outputs: Any) -> tf.Tensor:
 
 
 def of_function(function: Callable[..., Any], labels: Any, outputs: Any) -> Any:
-    """Returns ``function(labels, outputs)``. Both have one rank, as in `fit`: if one lacks the last
-    axis of the other, and this axis is 1, [n] becomes [n, 1], and others lose it."""
+    """Returns ``function(labels, outputs)``. Both have one rank, as in ``fit``: if one lacks the
+    last axis of the other, and this axis is 1, [n] becomes [n, 1], and others lose it."""
     if isinstance(labels, tf.Tensor) and isinstance(outputs, tf.Tensor):
         known = labels.shape.rank and outputs.shape.rank
         if known and labels.shape.rank - outputs.shape.rank == 1:

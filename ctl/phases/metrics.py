@@ -50,7 +50,7 @@ _OF_OTHERS = {
 def from_names(metrics: Any, logits: bool | None, loss_fn: Any, others: Any = ()) -> Any:
     """Returns a list of metrics in which those that are names are made. Call it inside
     ``strategy.scope()``. None is an empty list, and what else is no list or tuple is returned as it
-    is. For the others, see `from_name`. As in `fit`, accuracy is called weighted_accuracy if
+    is. For the others, see `from_name`. As in ``fit``, accuracy is called weighted_accuracy if
     ``others`` have one, too."""
     if metrics is None:
         return []
