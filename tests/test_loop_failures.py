@@ -16,6 +16,7 @@ from ctl.data import InMemory
 from ctl.data.sources import Items
 from ctl.data.streaming import Streaming
 from ctl.errors import CheckpointError, DivergedError, UsageError
+from ctl.phases import labels
 from ctl.step import TrainStep
 
 
@@ -73,6 +74,19 @@ def test_a_nan_that_relu_hides_is_found(end):
     with pytest.raises(DivergedError, match=f"kernel is not finite at step 4; .*; {row}"):
         loop.train_and_evaluate(end, evaluate_every=4)
     assert np.isfinite(loop.history.scalars["loss"]).all()
+
+
+def test_examples_in_memory_are_searched_once(monkeypatch):
+    """For a loss of step 9 that no example explains."""
+    looks = []
+    monkeypatch.setattr(labels, "not_finite", lambda dataset, step: looks.append(step))
+    loop = make_loop()
+    loop.train(8, total=12)  # the weights are not looked at before the end
+    kernel = loop.step.model.trainable_variables[0]
+    kernel.assign(np.full(kernel.shape, np.nan))
+    with pytest.raises(DivergedError, match="try a lower learning rate"):
+        loop.train(12)
+    assert len(looks) == 1
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):

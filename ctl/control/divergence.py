@@ -12,7 +12,7 @@ from absl import logging
 from ctl.checkpoint.manager import CheckpointManager
 from ctl.control.copies import check_copies
 from ctl.control.eager import Origins, can_be_eager
-from ctl.data.dataset import Dataset
+from ctl.data.dataset import Dataset, NotResident
 from ctl.distributed import workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import CheckpointError, DivergedError, UsageError
@@ -99,8 +99,11 @@ class Divergence:
         """What to do; it names an example that has a NaN, if one of the steps before ``end``, or
         this one, and after ``begin`` had it, and a search for some seconds finds it."""
         deadline = time.monotonic() + _SEARCH_SECONDS
+        steps = range(end, max(begin, 0), -1)
+        if not isinstance(self._dataset, NotResident):
+            steps = steps[:1]  # one look is at all examples
         with watchdog.host("the data of a batch"):
-            for step in range(end, max(begin, 0), -1):
+            for step in steps:
                 if examples := labels.not_finite(self._dataset, step):
                     return f"{examples}: mend the data, or leave them out"
                 if time.monotonic() > deadline:

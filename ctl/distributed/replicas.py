@@ -53,7 +53,7 @@ def devices_of(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
 
 def has_one_device(strategy: tf.distribute.Strategy) -> bool:
     """Whether one replica runs in this process."""
-    return is_default(strategy) or len(strategy.extended.worker_devices) == 1
+    return len(devices_of(strategy)) == 1
 
 
 def number() -> int:

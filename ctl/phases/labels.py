@@ -326,8 +326,9 @@ def _check_names(features: Mapping[str, Any], inputs: Sequence[Any], model: kera
             f"model {model.name} is a keras.Sequential, which takes one array, and the features of "
             f"the data are a dict of {', '.join(features)}: give the array"
         )
-    if isinstance(model.input, dict):
-        names = [*model.input]
+    taken = getattr(model, "input", None)  # a subclass of Sequential may have none
+    if isinstance(taken, dict):
+        names = [*taken]
     elif len(inputs) > 1:
         names = [one.name for one in inputs]
     else:

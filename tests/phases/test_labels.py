@@ -61,6 +61,15 @@ def test_features_of_inputs_without_names():
     zeros = {name: np.zeros([6, 2], np.float32) for name in "xz"}
     data = InMemory((zeros, np.zeros(6, int)), global_batch_size=2)
     labels.check_features(keras.Model(by_key, outputs), data)
+
+    class Own(keras.Sequential):
+        """Its call may take a dict; Keras knows no input of it before."""
+
+    labels.check_features(Own([keras.Input([2]), keras.layers.Dense(2)]), data)
+    with pytest.raises(
+        UsageError, match="is a keras.Sequential, which takes one array, .* of x, z"
+    ):
+        labels.check_features(keras.Sequential([keras.Input([2]), keras.layers.Dense(2)]), data)
     inputs = [keras.Input([2]), keras.Input([2])]
     model = keras.Model(inputs, keras.layers.Dense(2)(keras.layers.add(inputs)), name="small")
     features = {"x": np.zeros([6, 2], np.float32), "z": np.zeros([6, 2], np.float32)}
