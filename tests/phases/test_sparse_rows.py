@@ -222,8 +222,10 @@ def test_another_step_takes_the_model_over(mirrored):
     loop = make(mirrored(1))
     loop.train(10)
     model = loop.step.model
+    with mirrored(1).scope():
+        step = TrainStep(model, OPTIMIZERS["sgd"](), sparse_rows="off")
     Loop(
-        TrainStep(model, OPTIMIZERS["sgd"](), sparse_rows="off"),
+        step,
         InMemory(examples(), global_batch_size=BATCH, seed=1),
         strategy=mirrored(1),
     )
