@@ -15,6 +15,7 @@ from absl.flags import FLAGS, FlagValues
 
 from ctl.base import console, signals, stores
 from ctl.base.names import (
+    CLASSES,
     NUMBERS,
     OPTIMIZERS,
     UNKNOWN,
@@ -198,12 +199,16 @@ def open_files(
     """
     from ctl import data
 
+    begun = {} if found else _found_before(flags)
+    takes = loss_of(flags.loss)
+    if takes == UNKNOWN and begun.get("classes"):
+        takes = CLASSES  # earlier versions took whole numbers as classes for a loss of one's own
     return data.Files(
         located(path or flags.dataset, flags.data_cache),
         image_shape=groups.image_shape_from(flags.image_shape),
-        features=flags.features or (None if found else _features_with_index(flags)),
+        features=flags.features or _features_with_index(begun),
         labels=flags.labels,
-        loss_of=loss_of(flags.loss),
+        loss_of=takes,
         schema=found,
         record_schema=flags.record_schema,
         missing=flags.missing,
@@ -211,15 +216,20 @@ def open_files(
     )
 
 
-def _features_with_index(flags: FlagValues) -> list[str] | None:
+def _found_before(flags: FlagValues) -> dict[str, Any]:
+    """What the run that resumes found in its files; nothing if the run is new."""
+    with contextlib.suppress(stores.NothingThere):
+        if flags.model_dir:
+            return config.found(stores.local(flags.model_dir))
+    return {}
+
+
+def _features_with_index(found: Mapping[str, Any]) -> list[str] | None:
     """The features of the run that resumes, if an index of pandas is one of them, which earlier
     versions did not leave out."""
     from ctl.data.tables import INDEX
 
-    stored: Any = None
-    with contextlib.suppress(stores.NothingThere):
-        if flags.model_dir:
-            stored = config.found(stores.local(flags.model_dir)).get("features")
+    stored = found.get("features")
     names = stored if isinstance(stored, list) else []
     names = [name for name in names if isinstance(name, str)]
     return names if any(map(INDEX.fullmatch, names)) else None

@@ -69,20 +69,33 @@ def test_labels_that_are_no_classes_cannot_be_counted(labels):
         class_weights(flags("balanced"), prepared(in_memory(labels)))
 
 
+def of_run(folder, loss: str, table: str, data: dict[str, Any]) -> Any:
+    """Flags of a run in ``folder`` that found ``data`` when it began."""
+    (folder / "config.json").write_text(json.dumps({"schema": 1, "flags": {}} | data))
+    (folder / "t.csv").write_text(table)
+    given = {"image_shape": None, "features": None, "labels": None, "record_schema": None}
+    return types.SimpleNamespace(
+        **given,
+        model_dir=str(folder),
+        dataset=str(folder / "t.csv"),
+        data_cache=None,
+        loss=loss,
+        missing=None,
+    )
+
+
 @pytest.mark.parametrize("before", [None, ["age"], ["Unnamed: 0", "age"], [3], 3])
 def test_a_run_that_was_trained_on_an_index_goes_on_with_it(tmp_path, before):
     data = {} if before is None else {"data": {"features": before}}
-    (tmp_path / "config.json").write_text(json.dumps({"schema": 1, "flags": {}} | data))
-    table = tmp_path / "t.csv"
-    table.write_text("Unnamed: 0,age,y\n" + "".join(f"{i},{i},{i % 2}\n" for i in range(20)))
-    given = {"image_shape": None, "features": None, "labels": None, "record_schema": None}
-    flags: Any = types.SimpleNamespace(
-        **given,
-        model_dir=str(tmp_path),
-        dataset=str(table),
-        data_cache=None,
-        loss="cross_entropy",
-        missing=None,
-    )
+    table = "Unnamed: 0,age,y\n" + "".join(f"{i},{i},{i % 2}\n" for i in range(20))
     wanted = ("Unnamed: 0", "age") if before == ["Unnamed: 0", "age"] else ("age",)
+    flags = of_run(tmp_path, "cross_entropy", table, data)
     assert open_files(flags).schema["features"] == wanted
+
+
+@pytest.mark.parametrize("before", [None, [], ["3", "7"]])
+def test_a_run_whose_numbers_were_classes_goes_on_with_them(tmp_path, before):
+    data = {} if before is None else {"data": {"classes": before}}
+    table = "age,y\n" + "".join(f"{i},{3 + 4 * (i % 2)}\n" for i in range(20))
+    flags = of_run(tmp_path, "package.module:loss", table, data)
+    assert open_files(flags).schema["classes"] == tuple(before or ())
