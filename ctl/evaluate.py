@@ -340,6 +340,8 @@ def _check_given() -> None:
         check_without_effect(["seed"], f"with --dataset={FLAGS.dataset}: leave it out")
     if not FLAGS.model_dir:
         check_without_effect(["precision"], "without --model_dir: the file sets it")
+        if not FLAGS["dataset"].present:
+            logging.info("no --dataset is given: evaluating on the default, %s", FLAGS.dataset)
     if not FLAGS.watch:
         check_without_effect(["watch_timeout"], "without --watch: add --watch, or leave this out")
 

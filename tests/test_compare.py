@@ -135,9 +135,10 @@ def test_runs_that_are_damaged_missing_or_still_writing(zygote_without_tensorflo
     for wrong in ([str(tmp_path / "gone")], []):
         command = zygote_without_tensorflow.run(COMPARE, *wrong, exit_code=2)
         assert "no run to compare" in command.stderr or "name the directories" in command.stderr
-    where = f"--page={tmp_path}/gone/page.html"
+    (tmp_path / "file").touch()
+    where = f"--page={tmp_path}/file/page.html"
     command = zygote_without_tensorflow.run(COMPARE, str(runs[0]), where, exit_code=4)
-    assert command.stderr.startswith(f"cannot write {where}: No such file")
+    assert command.stderr.startswith(f"cannot write {where}: File exists")
 
 
 def test_values_of_any_size_are_drawn(tmp_path):

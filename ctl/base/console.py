@@ -172,8 +172,8 @@ def python() -> str:
 
 
 def write_file(flag: str, path: str, content: str) -> None:
-    """Writes what ``flag`` asks for, and names the file on a line. A file is replaced when the new
-    one is whole; a pipe, a device and what a link leads to are written to.
+    """Writes what ``flag`` asks for, and names the file on a line. Makes its folder. A file is
+    replaced when the new one is whole; a pipe, a device and what a link leads to are written to.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -183,6 +183,7 @@ def write_file(flag: str, path: str, content: str) -> None:
         if file.is_symlink() or (file.exists() and not file.is_file()):
             file.write_text(content, encoding="utf-8")
         else:
+            file.parent.mkdir(parents=True, exist_ok=True)
             durable.write_text(file, content, via=file.parent)
     print(f"{flag}: {path}", file=sys.stderr)
 
