@@ -104,8 +104,8 @@ def check_batch_size(global_batch_size: int, num_examples: int, training: bool) 
         raise UsageError("the dataset has no examples")
     if training and global_batch_size > num_examples:
         raise UsageError(
-            f"the global batch size {global_batch_size} is larger than the dataset: it has "
-            f"{num_examples} examples"
+            f"the global batch size {global_batch_size} is larger than the dataset, which has "
+            f"{num_examples} examples: give global_batch_size={num_examples} or less"
         )
 
 

@@ -404,7 +404,7 @@ def define_code_flags() -> None:
         flags.DEFINE_string(
             "metrics",
             None,
-            "Names of Keras metrics, e.g. accuracy,sparse_top_k_categorical_accuracy; or "
+            "Names of Keras metrics, e.g. accuracy,f1,sparse_top_k_categorical_accuracy; or "
             f"{names.YOURS} for your own: called without arguments, returns a list of "
             "Keras metrics. They are updated with (labels, outputs) (default: accuracy with the "
             "cross entropies, unless the step has its own loss(); auc for click data; otherwise "

@@ -31,7 +31,12 @@ from ctl.phases.checks import (
     warn_of_compiled,
 )
 from ctl.phases.logged import TAKEN, Logged, Rows
-from ctl.phases.metrics import from_names, makes_variables_late, update_metric
+from ctl.phases.metrics import (
+    from_names,
+    make_variables,
+    makes_variables_late,
+    update_metric,
+)
 from ctl.phases.tracked_state import TrackedState
 from ctl.phases.uninitialized import values_of
 from ctl.reduce import gather_context
@@ -527,11 +532,7 @@ def build_model(step: BaseStep, strategy: tf.distribute.Strategy, dataset: Any) 
     with strategy.scope():
         outputs = step.model(symbols)
         for metric in metrics:
-            try:
-                with keras.StatelessScope():  # at its end, the variables are made
-                    metric.update_state(_zeros(spec[1]), _zeros(outputs))
-            except ValueError as error:
-                raise UsageError(f"metric {metric.name}: {str(error).splitlines()[0]}") from error
+            make_variables(metric, _zeros(spec[1]), _zeros(outputs))
 
 
 def _zeros(spec: Any) -> tf.Tensor:

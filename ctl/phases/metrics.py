@@ -36,9 +36,33 @@ def _matches(labels: Any, outputs: Any, threshold: float, binary: bool) -> Any:
     return keras.metrics.categorical_accuracy(labels, outputs)
 
 
+class F1Score(keras.metrics.F1Score):
+    """The F1 score that Keras has, a scalar, for any outputs: the mean over the classes, of which
+    the largest output is one; or of one output or, with ``binary``, of several labels of 0 and 1,
+    at the probability 1/2, which is 0 in ``logits``."""
+
+    def __init__(self, name: str = "f1_score", *, logits: bool = False, binary: bool = False):
+        super().__init__(average="macro", threshold=0.5, name=name)
+        self._least, self._is_binary = 0.0 if logits else 0.5, binary
+
+    def update_state(self, labels: Any, outputs: Any, sample_weight: Any = None) -> None:
+        labels, outputs = map(keras.ops.convert_to_tensor, (labels, outputs))
+        classes = outputs.shape[-1]
+        if classes == 1 or self._is_binary:
+            predicted = keras.ops.cast(outputs > self._least, self.dtype)
+            labels = keras.ops.reshape(labels, keras.ops.shape(outputs))
+        else:
+            predicted = keras.ops.one_hot(keras.ops.argmax(outputs, -1), classes, dtype=self.dtype)
+            if len(labels.shape) < len(outputs.shape) or labels.shape[-1] == 1:
+                of_class = keras.ops.cast(keras.ops.reshape(labels, [-1]), "int32")
+                labels = keras.ops.one_hot(of_class, classes, dtype=self.dtype)
+        super().update_state(labels, predicted, sample_weight)
+
+
+_F1 = ("f1", "f1_score", "F1Score")
+
 # What others call metrics, and Keras's names.
 _OF_OTHERS = {
-    "f1": "f1_score",
     "rmse": "RootMeanSquaredError",
     "r2": "R2Score",
     "auroc": "AUC",
@@ -65,16 +89,18 @@ def from_names(metrics: Any, logits: bool | None, loss_fn: Any, others: Any = ()
 
 
 def from_name(name: str, logits: bool | None = None, loss_fn: Any = None) -> keras.metrics.Metric:
-    """Makes a metric, which is called ``name``: one that `keras.metrics.get` knows, or of
-    `ACCURACY`. ``logits`` says whether ``loss_fn`` is a cross entropy of logits; then the metrics
-    take them, too. If its labels are one-hot, it applies a softmax, and some of the metrics a
-    sigmoid.
+    """Makes a metric, which is called ``name``: one that `keras.metrics.get` knows, an `Accuracy`
+    or an `F1Score`. ``logits`` says whether ``loss_fn`` is a cross entropy of logits; then the
+    metrics take them, too. If its labels are one-hot, it applies a softmax, and some of the metrics
+    a sigmoid.
 
     Raises:
         UsageError: Keras has no such metric, or it needs arguments or probabilities.
     """
     if name in ACCURACY:
         return Accuracy(name, logits=bool(logits), binary=losses.is_binary(loss_fn))
+    if name in _F1:
+        return F1Score(name, logits=bool(logits), binary=losses.is_binary(loss_fn))
     try:
         found = keras.metrics.get(name)
     except TypeError as error:
@@ -160,12 +186,12 @@ def check_given(metrics: Sequence[keras.metrics.Metric], loss_fn: Any, model: An
         if wanted and gives is False:
             raise UsageError(
                 f"metric {metric.name} takes logits (from_logits=True), and model {model.name} "
-                f"ends in a {losses.last_of(model)[1].__name__}: give {kind}() without from_logits"
+                f"ends in a {losses.last_of(model)[1].__name__}: make it without from_logits"
             )
         if wanted is False and takes and gives is not False and _has_shape(metric, loss_fn):
             raise UsageError(
                 f"metric {metric.name} takes probabilities, and model {model.name} gives logits, "
-                f"as the loss takes them: give {_for_logits(metric, loss_fn)}"
+                f"as the loss takes them: {_for_logits(metric, loss_fn)}"
             )
 
 
@@ -182,16 +208,17 @@ def _has_shape(metric: keras.metrics.Metric, loss_fn: Any) -> bool:
 
 
 def _for_logits(metric: keras.metrics.Metric, loss_fn: Any) -> str:
-    """What to give instead of ``metric``, which takes probabilities."""
+    """What to do about ``metric``, which takes probabilities."""
     kind, one_hot = type(metric), losses.is_one_hot(loss_fn)
     if kind.__name__.endswith("Crossentropy"):
-        return f"{kind.__name__}(from_logits=True)"
+        return "make it with from_logits=True"
     for argument, value in ({} if one_hot else _of_logits(kind)).items():
-        return f"{kind.__name__}({argument}={value!r})"
+        return f"make it with {argument}={value!r}"
     applied = "softmax" if one_hot else "sigmoid"
     return (
-        f"a subclass of {kind.__name__} whose update_state(labels, outputs, sample_weight=None) "
-        f"calls super().update_state(labels, keras.ops.{applied}(outputs), sample_weight)"
+        f"give a subclass of {kind.__name__} whose update_state(labels, outputs, "
+        "sample_weight=None) calls super().update_state(labels, "
+        f"keras.ops.{applied}(outputs), sample_weight)"
     )
 
 
@@ -199,6 +226,23 @@ def makes_variables_late(metric: keras.metrics.Metric) -> bool:
     """Whether ``metric`` makes variables in its first update: it has none before, or, as R2Score
     of Keras, only some, and says that it is not built."""
     return not metric.variables or not getattr(metric, "_built", True)
+
+
+def make_variables(metric: keras.metrics.Metric, labels: Any, outputs: Any) -> None:
+    """Makes the variables of ``metric`` for one example. Raises `UsageError` if it is one that
+    takes other shapes."""
+    if getattr(metric, "multi_label", False) and labels.shape.rank == 1:
+        kind = type(metric).__name__
+        raise UsageError(
+            f"metric {metric.name} has multi_label=True, so it takes labels [n, classes], and "
+            f"those of the data are classes [n]: give a subclass of {kind} whose update_state "
+            "calls super().update_state with keras.ops.one_hot(labels, classes) of them"
+        )
+    try:
+        with keras.StatelessScope():  # at its end, the variables are made
+            metric.update_state(labels, outputs)
+    except ValueError as error:
+        raise UsageError(f"metric {metric.name}: {str(error).splitlines()[0]}") from error
 
 
 def update_metric(metric: keras.metrics.Metric, labels: Any, outputs: Any, weights: Any) -> None:

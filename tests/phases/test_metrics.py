@@ -63,8 +63,41 @@ def test_metrics_of_probabilities_take_logits(name, kind):
 
 
 def test_metrics_that_take_no_logits_are_refused():
-    with pytest.raises(UsageError, match="^metric F1Score of Keras takes probabilities, and t"):
-        metrics.from_name("F1Score", True)
+    with pytest.raises(UsageError, match="^metric FBetaScore of Keras takes probabilities, and"):
+        metrics.from_name("FBetaScore", True)
+
+
+@pytest.mark.parametrize(
+    ("labels", "outputs", "loss"),
+    [
+        (CLASSES, 3, "cross_entropy"),
+        (CLASSES, 3, "sparse_categorical_crossentropy"),
+        (np.eye(3)[CLASSES], 3, "categorical_crossentropy"),
+        (CLASSES > 0, 1, "binary_crossentropy"),
+        (CLASSES > 0, 1, "binary_cross_entropy"),
+        (np.eye(3)[CLASSES], 3, "binary_crossentropy"),
+    ],
+)
+def test_an_f1_score_by_name_is_the_mean_over_the_classes(labels, outputs, loss):
+    """By its definition: twice the true positives by these and all that are or are called true."""
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(outputs)])
+    arrays = RANDOM.normal(size=(20, 4)).astype("float32"), labels.astype("float32")
+    logits = model(arrays[0]).numpy()
+    if not loss.endswith("_entropy"):
+        model.layers[-1].activation = keras.activations.get(
+            "sigmoid" if loss.startswith("binary") else "softmax"
+        )
+    if loss.startswith("binary"):
+        predicted, real = logits > 0, labels.reshape([20, -1]) > 0
+    else:
+        predicted = np.eye(3)[logits.argmax(1)] > 0
+        real = np.eye(3)[labels if labels.ndim == 1 else labels.argmax(1)] > 0
+    by_class = 2 * (predicted & real).sum(0) / (predicted.sum(0) + real.sum(0))
+    for name in ("f1", "f1_score", "F1Score"):
+        step = ctl.EvalStep(model, loss, [name])
+        data = ctl.data.InMemory(arrays, global_batch_size=8, training=False)
+        found = ctl.Evaluator(step, data).run()[name]
+        assert found == pytest.approx(by_class.mean(), rel=1e-5)
 
 
 def test_steps_take_names():
@@ -134,6 +167,14 @@ def test_a_metric_of_other_shapes_is_one_line():
         ctl.Loop(step, (np.zeros([20, 4], np.float32), CLASSES), global_batch_size=8)
 
 
+def test_an_auc_of_one_hot_labels_is_refused_for_classes():
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(3)])
+    auc = KERAS.AUC(multi_label=True, from_logits=True, name="auc")
+    step = ctl.TrainStep(model, "sgd", metrics=[auc])
+    with pytest.raises(UsageError, match=r"^metric auc has multi_label=True, .* are classes \[n\]"):
+        ctl.Loop(step, (FEATURES, np.zeros(len(FEATURES), int)), global_batch_size=4)
+
+
 def test_a_metric_for_two_classes_is_one_line():
     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3, "softmax")])
     step = ctl.TrainStep(model, "sgd", "sparse_categorical_crossentropy", metrics=["precision"])
@@ -170,18 +211,18 @@ def named(kind, *args, **options):
     return lambda: kind(*args, name="named", **options)
 
 
-PAIRS = {
-    r"AUC\(from_logits=True\)": (KERAS.AUC, {"from_logits": True}),
-    r"Precision\(thresholds=0.0\)": (KERAS.Precision, {"thresholds": 0.0}),
-    r"Recall\(thresholds=0.0\)": (KERAS.Recall, {"thresholds": 0.0}),
-    r"TruePositives\(thresholds=0.0\)": (KERAS.TruePositives, {"thresholds": 0.0}),
-    r"TrueNegatives\(thresholds=0.0\)": (KERAS.TrueNegatives, {"thresholds": 0.0}),
-    r"FalsePositives\(thresholds=0.0\)": (KERAS.FalsePositives, {"thresholds": 0.0}),
-    r"FalseNegatives\(thresholds=0.0\)": (KERAS.FalseNegatives, {"thresholds": 0.0}),
-    r"BinaryAccuracy\(threshold=0.0\)": (KERAS.BinaryAccuracy, {"threshold": 0.0}),
-    r"BinaryIoU\(threshold=0.0\)": (KERAS.BinaryIoU, {"threshold": 0.0}),
-    r"BinaryCrossentropy\(from_logits=True\)": (KERAS.BinaryCrossentropy, {"from_logits": True}),
-}
+PAIRS = (
+    (KERAS.AUC, {"from_logits": True}),
+    (KERAS.Precision, {"thresholds": 0.0}),
+    (KERAS.Recall, {"thresholds": 0.0}),
+    (KERAS.TruePositives, {"thresholds": 0.0}),
+    (KERAS.TrueNegatives, {"thresholds": 0.0}),
+    (KERAS.FalsePositives, {"thresholds": 0.0}),
+    (KERAS.FalseNegatives, {"thresholds": 0.0}),
+    (KERAS.BinaryAccuracy, {"threshold": 0.0}),
+    (KERAS.BinaryIoU, {"threshold": 0.0}),
+    (KERAS.BinaryCrossentropy, {"from_logits": True}),
+)
 OF_ARGUMENTS = (
     (KERAS.SensitivityAtSpecificity, 0.5),
     (KERAS.SpecificityAtSensitivity, 0.5),
@@ -191,16 +232,19 @@ OF_ARGUMENTS = (
     (KERAS.FBetaScore, "micro", 2.0, 0.5),
     (KERAS.KLDivergence,),
 )
-SUBCLASS = r"a subclass of {} .*\(labels, keras.ops.sigmoid\(outputs\), sample_weight\)$"
-BINARY_REMEDIES = {
-    says: (named(kind), named(kind, **options)) for says, (kind, options) in PAIRS.items()
-} | {
-    SUBCLASS.format(kind.__name__): (
+SUBCLASS = r"give a subclass of {} .*\(labels, keras.ops.sigmoid\(outputs\), sample_weight\)$"
+BINARY_REMEDIES = [
+    (f"make it with {name}={value}$", named(kind), named(kind, **{name: value}))
+    for kind, options in PAIRS
+    for name, value in options.items()
+] + [
+    (
+        SUBCLASS.format(kind.__name__),
         named(kind, *args),
         lambda kind=kind, args=args: with_activation(kind, keras.ops.sigmoid, *args),
     )
     for kind, *args in OF_ARGUMENTS
-}
+]
 FEATURES = RANDOM.normal(size=(50, 3)).astype("float32")
 BINARY = FEATURES.sum(axis=1, keepdims=True) + RANDOM.normal(size=(50, 1)) > 0
 
@@ -209,9 +253,9 @@ def check_remedy(says, given, remedy, model, loss, labels, activation):
     """``given`` is refused; ``remedy`` has the number of ``given`` for probabilities."""
     labels = labels.astype("float32")
     step = ctl.TrainStep(model, "sgd", loss, metrics=[given()])
-    with pytest.raises(UsageError, match=f"takes probabilities, and model .*: give {says}"):
+    with pytest.raises(UsageError, match=f"takes probabilities, and model .*: {says}"):
         ctl.Loop(step, (FEATURES, labels), global_batch_size=10)
-    with pytest.raises(UsageError, match=f"takes probabilities, and model .*: give {says}"):
+    with pytest.raises(UsageError, match=f"takes probabilities, and model .*: {says}"):
         ctl.Evaluator(ctl.EvalStep(model, loss, [given()]), (FEATURES, labels))
     metric, theirs = remedy(), given()
     evaluator = ctl.Evaluator(ctl.EvalStep(model, loss, [metric]), (FEATURES, labels))
@@ -219,25 +263,23 @@ def check_remedy(says, given, remedy, model, loss, labels, activation):
     np.testing.assert_allclose(evaluator.run()[metric.name], theirs.result(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("says", BINARY_REMEDIES)
-def test_a_metric_of_probabilities_is_refused_with_a_remedy(says):
+@pytest.mark.parametrize(("says", "given", "remedy"), BINARY_REMEDIES)
+def test_a_metric_of_probabilities_is_refused_with_a_remedy(says, given, remedy):
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
     model.layers[0].kernel.assign([[1.0], [0.7], [1.2]])
-    check_remedy(
-        says, *BINARY_REMEDIES[says], model, "binary_cross_entropy", BINARY, keras.ops.sigmoid
-    )
+    check_remedy(says, given, remedy, model, "binary_cross_entropy", BINARY, keras.ops.sigmoid)
 
 
 @pytest.mark.parametrize(
     ("says", "given", "remedy"),
     [
         (
-            "CategoricalCrossentropy.from_logits=True.",
+            "make it with from_logits=True$",
             named(KERAS.CategoricalCrossentropy),
             named(KERAS.CategoricalCrossentropy, from_logits=True),
         ),
         (
-            r"a subclass of AUC .*keras.ops.softmax\(outputs\)",
+            r"give a subclass of AUC .*keras.ops.softmax\(outputs\)",
             named(KERAS.AUC),
             lambda: with_activation(KERAS.AUC, keras.ops.softmax),
         ),
@@ -324,7 +366,7 @@ def test_a_metric_of_logits_is_refused_for_probabilities():
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1, "sigmoid")])
     auc = KERAS.AUC(from_logits=True, name="auc")
     evaluated = ctl.EvalStep(model, "binary_crossentropy", [auc])
-    says = r"^metric auc takes logits .* ends in a sigmoid: give AUC\(\) without from_logits$"
+    says = r"^metric auc takes logits .* ends in a sigmoid: make it without from_logits$"
     with pytest.raises(UsageError, match=says):
         ctl.Evaluator(evaluated, (FEATURES, BINARY))
 

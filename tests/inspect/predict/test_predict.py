@@ -320,7 +320,7 @@ def test_a_measured_link(run, tmp_path):
         (["--methods=p.json@1ms/0", "--outer=5us,1GB/s"], "--methods=p.json@1ms/0: give"),
         (["--methods=nowhere.json@1ms", "--outer=5us,1GB/s"], "cannot read nowhere.json"),
         ([*STEP, "--packs=4MiB", "--link=nowhere.json"], "cannot read nowhere.json"),
-        ([*STEP, "--packs=4MiB", "--outer=5us,1GB/s", "--plot=/dev/null/where.svg"], "cannot write"),
+        ([*STEP, "--packs=4MiB", "--outer=5us,1GB/s", "--plot=/dev/null/a.svg"], "cannot write"),
     ],
 )
 def test_an_error_is_one_line(run, arguments, says):
