@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
+import random
 import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -557,39 +559,42 @@ def _folders(path: AnyPath) -> dict[str, AnyPath]:
 
 def _image_shape(path: AnyPath, images: AnyPath | image_tars.Index) -> tuple[int, int, int]:
     """The shape of the images; if they differ in size, one that is chosen."""
-    shapes = set()
+    shapes = []
     for data in _samples(images):
-        try:
-            decoded = tf.io.decode_image(data, expand_animations=False)
-        except tf.errors.OpError:  # it is named when it is read
-            continue
-        shapes.add(tuple(decoded.shape))
-    channels = 1 if shapes and max(shape[2] for shape in shapes) < 3 else 3
+        with contextlib.suppress(tf.errors.OpError):  # it is named when it is read
+            shapes.append(tuple(tf.io.decode_image(data, expand_animations=False).shape))
+    if not shapes:  # `ImageFolder` says what is missing
+        return (*_SIZE, 3)
+    colours = [shape[2] >= 3 for shape in shapes]
     sizes = {shape[:2] for shape in shapes}
-    if len(sizes) == 1:
-        return (*sizes.pop(), channels)
-    if not sizes:  # `ImageFolder` says what is missing
-        return (*_SIZE, channels)
+    shape = (*(sizes.pop() if len(sizes) == 1 else _SIZE), 3 if any(colours) else 1)
     logging.info(
-        "%s: the images differ in size, and are resized to %d,%d,%d: --image_shape=HEIGHT,WIDTH,"
-        "CHANNELS gives another",
-        *(path, *_SIZE, channels),
+        "%s: images become %d,%d,%d, because %d that were looked at %s, and %s: "
+        "--image_shape=HEIGHT,WIDTH,CHANNELS gives another shape",
+        *(path, *shape, len(shapes)),
+        "differ in size" if sizes else "have this size",
+        "are grey"
+        if not any(colours)
+        else "are in colour"
+        if all(colours)
+        else "some are in colour",
     )
-    return (*_SIZE, channels)
+    return shape
 
 
 def _samples(images: AnyPath | image_tars.Index) -> Iterator[bytes]:
-    """Some images of some classes."""
+    """Some images of some classes, drawn: every so many of them may be alike."""
+    drawn = random.Random(0)
     if not isinstance(images, image_tars.Index):
         with index.readable(images):
             for name in sorted(image_files.classes(images)[0])[:_LOOKED_AT]:
                 files, _ = image_files.images(images / name)
-                chosen = files[:: max(1, len(files) // _LOOKED_AT)][:_LOOKED_AT]
+                chosen = sorted(drawn.sample(files, min(len(files), _LOOKED_AT)))
                 paths = [images / name / file for file in chosen]
                 yield from map_of(images)(lambda path: path.read_bytes(), paths)
     else:
         count = len(images.names)
-        for row in range(0, count, max(1, count // _LOOKED_AT**2)):
+        for row in sorted(drawn.sample(range(count), min(count, _LOOKED_AT**2))):
             yield images.encoded(row)
 
 

@@ -205,7 +205,7 @@ def open_files(
         takes = CLASSES  # earlier versions took whole numbers as classes for a loss of one's own
     return data.Files(
         located(path or flags.dataset, flags.data_cache),
-        image_shape=groups.image_shape_from(flags.image_shape),
+        image_shape=groups.image_shape_from(flags.image_shape) or _shape_of(begun),
         features=flags.features or _features_with_index(begun),
         labels=flags.labels,
         loss_of=takes,
@@ -233,6 +233,14 @@ def _features_with_index(found: Mapping[str, Any]) -> list[str] | None:
     names = stored if isinstance(stored, list) else []
     names = [name for name in names if isinstance(name, str)]
     return names if any(map(INDEX.fullmatch, names)) else None
+
+
+def _shape_of(found: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    """The shape of the images of the run that resumes; earlier versions looked at other ones."""
+    shape = found.get("image_shape")
+    if not isinstance(shape, list) or [*map(type, shape)] != [int, int, int]:
+        return None
+    return (*shape,)
 
 
 def _show(files: Files | None) -> None:

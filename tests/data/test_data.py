@@ -174,7 +174,9 @@ def test_arrays_that_are_no_dataset(arrays, says):
 
 
 def test_a_batch_larger_than_the_data_is_for_evaluation_only():
-    with pytest.raises(UsageError, match="12 is larger than the dataset, which has 11 examples: give"):
+    with pytest.raises(
+        UsageError, match="12 is larger than the dataset, which has 11 examples: give"
+    ):
         numbered(11, global_batch_size=12)
     assert take(numbered(11, global_batch_size=12, training=False), 0, 1).shape == (1, 11)
     with pytest.raises(UsageError, match="at least 1"):

@@ -71,6 +71,21 @@ def test_images_that_differ_in_size_are_resized(tmp_path, caplog):
     assert load(files, "train").info.image_shape == (8, 8, 3)
 
 
+def test_colours_are_found_among_grey_images(tmp_path, caplog):
+    """Also where every second one is grey."""
+    for number in range(40):
+        image = np.zeros([4, 4, 1 + 2 * (number % 2)], np.uint8)
+        for name in ("cat", "dog"):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / f"{number:02}.png").write_bytes(tf.io.encode_png(image).numpy())
+    with caplog.at_level("INFO"):
+        assert Files(tmp_path).schema["image_shape"] == (4, 4, 3)
+    assert (
+        "become 4,4,3, because 32 that were looked at have this size, and some are in colour"
+        in (caplog.text)
+    )
+
+
 def test_a_large_folder_is_streamed(tmp_path):
     write_images(tmp_path, 4)
     stream = load(Files(tmp_path), "train[:50%]", resident_limit_mib=0)

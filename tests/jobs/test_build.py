@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from ctl.data import Augmented, InMemory
 from ctl.data.dataset import DatasetInfo
@@ -99,3 +100,16 @@ def test_a_run_whose_numbers_were_classes_goes_on_with_them(tmp_path, before):
     table = "age,y\n" + "".join(f"{i},{3 + 4 * (i % 2)}\n" for i in range(20))
     flags = of_run(tmp_path, "package.module:loss", table, data)
     assert open_files(flags).schema["classes"] == tuple(before or ())
+
+
+@pytest.mark.parametrize("before", [None, [8, 8, 1], [8, "8", 1], [8]])
+def test_a_run_goes_on_with_images_of_its_shape(tmp_path, before):
+    flags = of_run(tmp_path, "cross_entropy", "", {"data": {"image_shape": before}})
+    for name in ("cat", "dog"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        image = tf.io.encode_png(np.zeros([4, 4, 3], np.uint8)).numpy()
+        (tmp_path / "images" / name / "1.png").write_bytes(image)
+    flags.dataset = str(tmp_path / "images")
+    assert open_files(flags).schema["image_shape"] == (
+        (8, 8, 1) if before == [8, 8, 1] else (4, 4, 3)
+    )
