@@ -321,8 +321,8 @@ def _warn_of_selection(info: Any) -> None:
         return
     if config.chosen(stores.local(FLAGS.model_dir), "eval_split", str) == info.split:
         logging.warning(
-            "the best checkpoint was selected on these data, %s, so its result is too good: to "
-            "select on other data, train with --keep_best=1 and without --eval_split",
+            "the best checkpoint was selected on these data, %s, so its result is too good: give "
+            "others, with --eval_split or --dataset",
             info.split or info.name,
         )
 

@@ -309,7 +309,7 @@ def loss_of(loss: str) -> str:
         return UNKNOWN
     if loss == "cross_entropy" or "categorical" in loss.lower():
         return CLASSES
-    return BINARY if "binary" in loss.lower() else NUMBERS
+    return BINARY if "binary" in loss.lower() or loss.lower() == "bce" else NUMBERS
 
 
 def check_model_name(name: str) -> None:

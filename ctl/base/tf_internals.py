@@ -238,12 +238,21 @@ class Pipeline(NamedTuple):
         seeds: name, buffer and two seeds of each transformation with random numbers of its own.
         unseeded: what draws random numbers without a seed: "shuffle", "random" (the choice of
             ``sample_from_datasets``), or the name of a transformation whose function does.
+        batch: examples in its batches, of which the last may have fewer; None if that is not known.
     """
 
     may_call_python: bool
     fixed: tuple[tf.data.Dataset, ...] = ()
     seeds: tuple[tuple[str, int, int, int], ...] = ()
     unseeded: tuple[str, ...] = ()
+    batch: int | None = None
+
+
+# What leaves the elements of its input as they are.
+_SAME_BATCHES = frozenset(
+    ("assertcardinality", "cache", "filter", "options", "prefetch", "repeat", "shard", "shuffle")
+    + ("skip", "take")
+)
 
 
 def pipeline(dataset: tf.data.Dataset) -> Pipeline:
@@ -279,11 +288,15 @@ def pipeline(dataset: tf.data.Dataset) -> Pipeline:
         fixed &= not drawn and all(tensor.dtype != tf.resource for tensor in captured)
         unseeded += [what or name for what, seeded in drawn if not seeded]
     fixed_parts = (each for part in parts for each in part.fixed)
+    batch = parts[0].batch if name in _SAME_BATCHES else None
+    if name == "batch":
+        batch = tf.get_static_value(getattr(dataset, "_batch_size", None))
     return Pipeline(
         python,
         (dataset,) if fixed else tuple(fixed_parts),
         tuple(seeds),
         tuple(dict.fromkeys(unseeded)),
+        batch,
     )
 
 

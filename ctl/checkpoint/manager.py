@@ -246,7 +246,7 @@ class CheckpointManager:
             step=step,
             path=manifest.path_of(self.directory, step),
             time=self._clock(),
-            metrics={name: float(value) for name, value in (metrics or {}).items()},
+            metrics=_numbers(metrics or {}),
             evaluated=(),
             fingerprint=None,  # as `_write` finds it
             variables=bundle.specs(variables, tensors),
@@ -317,8 +317,7 @@ class CheckpointManager:
         """
         self._require_writer()
         self.check()
-        results = {name: float(value) for name, value in metrics.items()}
-        self._submit(self._annotate, operator.index(step), results, stopped)
+        self._submit(self._annotate, operator.index(step), _numbers(metrics), stopped)
 
     def check(self) -> None:
         """Raises the error of a write that has ended, or of a store; does not wait."""
@@ -705,6 +704,11 @@ class CheckpointManager:
 
 # What a fingerprint has as a hash, which says nothing to a reader.
 _HASHED = "content", "first examples"
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """``metrics``, of which each is one number, of any rank."""
+    return {name: float(np.asarray(value).item()) for name, value in metrics.items()}
 
 
 def _comparable(

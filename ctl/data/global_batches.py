@@ -80,7 +80,7 @@ class GlobalBatches(NotResident):
 
         Raises:
             UsageError: ``dataset`` has no elements, or is for an evaluation and never ends; or its
-                elements are single examples.
+                elements are single examples, or batches of another size than ``global_batch_size``.
         """
         element = dataset.element_spec
         labels = element[1] if local_batch.has_parts(element) else None
@@ -110,6 +110,12 @@ class GlobalBatches(NotResident):
             dataset = dataset.filter(lambda *element: tf.greater(local_batch.rows(element), 0))
         self._dataset = dataset.repeat() if training else dataset
         self.pipeline = tf_internals.pipeline(dataset)
+        size = self.pipeline.batch
+        if global_batch_size and size and size != global_batch_size:
+            raise UsageError(
+                f"global_batch_size={global_batch_size}, but the tf.data.Dataset makes batches of "
+                f"{size} examples: leave it out, or give .batch({global_batch_size})"
+            )
         self._seeds: Any = self.pipeline.seeds
         if not _UNSEEDED.keys().isdisjoint(self.pipeline.unseeded):
             self._seeds = f"without a seed: another order in each run ({os.urandom(2).hex()})"

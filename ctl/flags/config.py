@@ -20,7 +20,7 @@ from absl import flags, logging
 
 from ctl.base import durable
 from ctl.base.best import known_mode, usual_mode
-from ctl.base.names import TOKENIZERS, suffix
+from ctl.base.names import TOKENIZERS, UNKNOWN, loss_of, suffix
 from ctl.errors import CheckpointError, UsageError
 from ctl.flags.defaults import early_stop_parts, spelled_out
 from ctl.flags.durations import OF_A_LENGTH
@@ -301,6 +301,9 @@ def check_resumable(stored: dict[str, Any], values: flags.FlagValues = flags.FLA
     fixed = dict(_FIXED)
     if not all(found.get("momentum", ())):  # without momentum, there are no variables of it
         fixed["momentum"] = _STATE
+    takes = {loss_of(str(loss)) for loss in found.get("loss", ())} - {UNKNOWN}
+    if len(takes) > 1:
+        fixed["loss"] = "the labels become others with it"
     for name in sorted(named & found.keys() & fixed.keys()):
         raise UsageError(
             f"--change={name}: {fixed[name]}: start a new run in another --model_dir, with "

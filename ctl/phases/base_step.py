@@ -478,7 +478,8 @@ class BaseStep(AutographMethods):
                 totals_of = dict(zip(map(id, metric.variables), variables, strict=True))
                 values |= {name: totals_of.get(id(r), r) for name, r in result.items()}
             values |= self.logged.values(rows)
-            return {name: float(value) for name, value in values.items()}
+            # One number may have any rank: NumPy makes a float of rank 0 alone.
+            return {name: float(np.asarray(value).item()) for name, value in values.items()}
 
     def metric_totals(self) -> list[tf.Tensor]:
         """The value of each variable of `all_metrics`, over all replicas. With several workers, all

@@ -128,10 +128,7 @@ def check_from_logits(loss_fn: Any, model: keras.Model) -> None:
 
 def takes_classes(loss_fn: Any) -> bool:
     """Whether ``loss_fn`` is Keras's cross entropy of classes, of which each label is one."""
-    return (
-        isinstance(loss_fn, keras.losses.SparseCategoricalCrossentropy)
-        and loss_fn.ignore_class is None
-    )
+    return isinstance(loss_fn, keras.losses.SparseCategoricalCrossentropy)
 
 
 def takes_binary(loss_fn: Any) -> bool:
@@ -145,8 +142,7 @@ def check_features(model: keras.Model, dataset: Any) -> None:
 
     Args:
         model: checked only if it is functional or sequential.
-        dataset: checked if its batches are ``(features, labels)``, with or without weights; the
-            shape, if features are one tensor.
+        dataset: checked if its batches are ``(features, labels)``, with or without weights.
     """
     inputs = getattr(model, "inputs", None)
     batch = batch_spec(dataset)
@@ -156,24 +152,26 @@ def check_features(model: keras.Model, dataset: Any) -> None:
     if isinstance(features, dict):
         _check_names(features, inputs, model)
     for one, spec in _by_input(features, inputs):
+        which = f"features {one.name}" if len(inputs) > 1 else "features"
         if spec.dtype == tf.string and one.dtype != "string":
-            which = f"features {one.name}" if len(inputs) > 1 else "features"
             raise UsageError(
                 f"the {which} are text, and the model takes {one.dtype}: give numbers, "
                 "for text that spells them x.astype('float32'); for words, "
                 "keras.layers.StringLookup(vocabulary=…)(x)"
             )
-    if len(inputs) != 1 or not isinstance(features, tf.TensorSpec) or features.shape.rank is None:
-        return
-    wanted, shape = tf.TensorShape(inputs[0].shape), features.shape
+        if isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None:
+            _check_shape(tf.TensorShape(one.shape), spec.shape, f"model {model.name} takes {which}")
+
+
+def _check_shape(wanted: tf.TensorShape, shape: tf.TensorShape, takes: str) -> None:
     last = wanted if wanted.rank > shape.rank else shape  # Keras adds or drops a dimension of 1
     if abs(wanted.rank - shape.rank) == 1 and last[-1] == 1:
         return
     if not wanted[1:].is_compatible_with(shape[1:]):
         unbatched = shape.is_fully_defined() and wanted[1:].is_compatible_with(shape)
         raise UsageError(
-            f"model {model.name} takes features {_shown(wanted)}, and the data have "
-            f"{_shown(shape)}{': make batches of them, with .batch(…)' if unbatched else ''}"
+            f"{takes} {_shown(wanted)}, and the data have {_shown(shape)}"
+            f"{': make batches of them, with .batch(…)' if unbatched else ''}"
         )
 
 

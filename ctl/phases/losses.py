@@ -110,13 +110,20 @@ def per_example(loss_fn: Any, model: Any = None) -> Any:
 
     Raises:
         UsageError: the name is unknown, the last layer does not say whether it gives logits, or the
-            object sums over the batch or divides by the weights.
+            object sums over the batch, divides by the weights or ignores a class.
     """
     if isinstance(loss_fn, str):
         return _named(loss_fn, model)
     if isinstance(loss_fn, type) and issubclass(loss_fn, keras.losses.Loss):
         with contextlib.suppress(TypeError):  # it needs arguments
             return per_example(loss_fn(), model)
+    given = getattr(loss_fn, "keywords", getattr(loss_fn, "__dict__", {}))  # of a partial, or not
+    if (ignored := given.get("ignore_class")) is not None and _name_of(loss_fn) in _SPARSE:
+        raise UsageError(
+            f"loss_fn has ignore_class={ignored}, and ctl would count what it ignores: leave it "
+            "out, and give such examples weight 0, and a class that there is; of places, [n, t], "
+            "override loss() of the step, and weigh them there"
+        )
     if not isinstance(loss_fn, keras.losses.Loss) or loss_fn.reduction in (None, "none"):
         return loss_fn
     if loss_fn.reduction in ("sum", "mean_with_sample_weight"):

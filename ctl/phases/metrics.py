@@ -177,6 +177,11 @@ def check_given(metrics: Sequence[keras.metrics.Metric], loss_fn: Any, model: An
                 f"metric {metric.name} takes one-hot labels, and the loss takes classes: give "
                 f"{'Sparse' + kind} (or accuracy)"
             )
+        if type(metric) is keras.metrics.Accuracy and _is_cross_entropy(loss_fn):
+            raise UsageError(
+                f"metric {metric.name} is the share of outputs that are equal to their labels, and "
+                f"those of model {model.name} are no classes: give 'accuracy'"
+            )
         of_largest = kind in ("F1Score", "FBetaScore") and metric.get_config()["threshold"] is None
         if of_largest and type(shape) is tuple and shape[1:] == (1,):
             raise UsageError(
@@ -197,6 +202,10 @@ def check_given(metrics: Sequence[keras.metrics.Metric], loss_fn: Any, model: An
 
 # Metrics that give a number for labels that are classes, which means nothing.
 _OF_ONE_HOT = (keras.metrics.CategoricalAccuracy, keras.metrics.TopKCategoricalAccuracy)
+
+
+def _is_cross_entropy(loss_fn: Any) -> bool:
+    return any(of(loss_fn) for of in (losses.is_sparse, losses.is_one_hot, losses.is_binary))
 
 
 def _has_shape(metric: keras.metrics.Metric, loss_fn: Any) -> bool:
@@ -252,7 +261,8 @@ def update_metric(metric: keras.metrics.Metric, labels: Any, outputs: Any, weigh
     except ValueError as error:
         if not type(metric).__module__.startswith("keras."):
             raise
-        two = list(outputs.shape[1:]) == [2] and labels.shape.rank == 1
+        of_two = isinstance(metric, (keras.metrics.AUC, *_THRESHOLD, *_COUNTS, *_OF_PROBABILITIES))
+        two = of_two and list(outputs.shape[1:]) == [2] and labels.shape.rank == 1
         raise UsageError(
             f"metric {metric.name} takes no labels of shape {list(labels.shape)} with outputs of "
             f"shape {list(outputs.shape)}: {_ONE_OUTPUT if two else _OTHERS}"

@@ -154,6 +154,18 @@ def test_what_is_refused(data, options, says):
         as_dataset(data, **options)
 
 
+def test_batches_of_another_size_are_refused():
+    dataset = tf.data.Dataset.from_tensor_slices((np.zeros([9, 4]), np.zeros(9, int)))
+    batches = dataset.batch(4)
+    right = (batches, batches.prefetch(1), batches.shuffle(2).repeat(), dataset.batch(2).batch(4))
+    for data in right:
+        assert as_dataset(data, global_batch_size=4).global_batch_size == 4
+        with pytest.raises(UsageError, match=r"^global_batch_size=8, but the .* give .batch\(8\)$"):
+            as_dataset(data, global_batch_size=8)
+    unknown = batches.map(lambda x, y: (tf.repeat(x, 2, 0), tf.repeat(y, 2, 0)))
+    assert as_dataset(unknown, global_batch_size=8).global_batch_size == 8
+
+
 def test_items_that_differ_are_named():
     loop = ctl.Loop(step(), Unlike())
     with pytest.raises(UsageError, match=r"^Unlike\[2\] has an array float64 \[4, 2\], where item"):

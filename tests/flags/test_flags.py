@@ -457,6 +457,19 @@ CHANGES = [
         ["--schedule=plateau", "--change=schedule"],
         "--change=schedule: .*nothing, not of plateau: use",
     ),
+    # Labels of yes and no are other data for a loss of classes.
+    (
+        ["--loss=bce", "--optimizer=sgd"],
+        r'--loss was "cross_entropy", is "bce"; use the .* --model_dir$',
+    ),
+    (
+        ["--loss=bce", "--optimizer=sgd", "--change=loss"],
+        "--change=loss: the labels become others with it: s",
+    ),
+    (
+        ["--loss=sparse_categorical_crossentropy", "--optimizer=sgd"],
+        "or add --change=label_smoothing,loss to change from the present step on$",
+    ),
     (["--reinit=logits"], "--reinit has no effect without --init_from"),
     (["--restore_best_weights"], "--restore_best_weights needs the best checkpoint"),
     (["--best_metric=mae", "--best_mode=max", "--optimizer=sgd"], None),
@@ -469,7 +482,15 @@ def test_what_may_change_on_a_resume(zygote_without_tensorflow, tmp_path, given,
     run = tmp_path / "run"
     run.mkdir()
     stored = {"schedule": "cosine", "epochs": 3.0, "train_steps": None, "early_stop": None}
-    stored_run(run, **stored, clip_norm=None, optimizer="sgd", seed=0, label_smoothing=0.5)
+    stored_run(
+        run,
+        **stored,
+        clip_norm=None,
+        optimizer="sgd",
+        seed=0,
+        label_smoothing=0.5,
+        loss="cross_entropy",
+    )
     given = [f"--model_dir={run}", *given, *([] if given[0][:7] == "--epoch" else ["--epochs=3"])]
     given += [] if expected else ["--label_smoothing=0.1"]
     line = one_line(zygote_without_tensorflow.run(TRAIN, *given, exit_code=2))

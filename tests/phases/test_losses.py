@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -229,6 +231,24 @@ def test_masked_places_are_refused():
     loop = ctl.Loop(ctl.TrainStep(keras.Sequential(layers), "sgd", "mae"), data)
     with pytest.raises(UsageError, match="^the outputs of the model have a mask, .*override loss"):
         loop.train(1)
+
+
+def test_a_class_that_is_ignored_is_refused_and_weight_0_is_what_keras_does():
+    options = {"from_logits": True, "ignore_class": 9}
+    of_function = functools.partial(keras.losses.sparse_categorical_crossentropy, **options)
+    for loss in (keras.losses.SparseCategoricalCrossentropy(**options), of_function):
+        with pytest.raises(UsageError, match="^loss_fn has ignore_class=9, .*, and give such exam"):
+            ctl.TrainStep(model(), "sgd", loss)
+    theirs, ours = model(), model()
+    ours.set_weights(theirs.get_weights())
+    theirs.compile("sgd", keras.losses.SparseCategoricalCrossentropy(**options))
+    theirs.train_on_batch(FEATURES, np.where(CLASSES == 1, 9, CLASSES))
+    weights = (CLASSES != 1).astype("float32")
+    assert 0 < weights.sum() < len(weights)
+    step = ctl.TrainStep(ours, "sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    ctl.Loop(step, (FEATURES, CLASSES, weights), global_batch_size=len(FEATURES)).train(1)
+    for mine, other in zip(ours.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-6)
 
 
 def test_names_of_ctl_go_on():

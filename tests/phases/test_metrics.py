@@ -167,6 +167,14 @@ def test_a_metric_of_other_shapes_is_one_line():
         ctl.Loop(step, (np.zeros([20, 4], np.float32), CLASSES), global_batch_size=8)
 
 
+@pytest.mark.parametrize("loss", ["cross_entropy", "binary_crossentropy"])
+def test_an_accuracy_of_equal_numbers_is_refused(loss):
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1 + (loss[0] == "c"))])
+    step = ctl.TrainStep(model, "sgd", loss, metrics=[KERAS.Accuracy(name="equal")])
+    with pytest.raises(UsageError, match="^metric equal is the share of .*: give 'accuracy'$"):
+        ctl.Loop(step, (FEATURES, np.zeros(len(FEATURES), int)), global_batch_size=4)
+
+
 def test_an_auc_of_one_hot_labels_is_refused_for_classes():
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(3)])
     auc = KERAS.AUC(multi_label=True, from_logits=True, name="auc")
@@ -410,3 +418,19 @@ def test_a_metric_of_probabilities_in_an_attribute_is_warned_of(kind, caplog):
     ctl.Loop(step, (FEATURES, BINARY.astype("float32")), global_batch_size=10)
     warned = "metric auc takes probabilities, and model" in caplog.text
     assert warned == (kind is Measures)
+
+
+def test_a_result_of_one_element_is_a_number():
+    """As that of Keras's F1Score for one output, and of a step that logs a batch of one."""
+
+    class Logs(ctl.TrainStep):
+        def loss(self, batch):
+            losses, outputs = super().loss(batch)
+            self.log("first", losses[:1])
+            return losses, outputs
+
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1, "sigmoid")])
+    f1 = KERAS.F1Score(threshold=0.5, name="f1")
+    step = Logs(model, "sgd", "binary_crossentropy", metrics=[f1])
+    results = ctl.Loop(step, (FEATURES, BINARY.astype("float32")), global_batch_size=10).train(2)
+    assert 0 < results["f1"] <= 1 and results["first"] > 0
