@@ -343,7 +343,7 @@ class Loop:
         total: int | None = None,
         progress: bool | None = None,
         eager: bool = False,
-        callbacks: Sequence[keras.callbacks.Callback] = (),
+        callbacks: Sequence[keras.callbacks.Callback] | None = None,
     ) -> dict[str, float]:
         """Trains until the global step is ``until``, or an action calls `Status.stop`.
 
@@ -718,7 +718,7 @@ class Loop:
         on_progress: OnProgress | None = None,
         progress: bool | None = None,
         eager: bool = False,
-        callbacks: Sequence[keras.callbacks.Callback] = (),
+        callbacks: Sequence[keras.callbacks.Callback] | None = None,
     ) -> dict[str, float]:
         """Trains until step ``until`` or the end of ``epochs`` (see `train`), or until an action
         ends the training. Saves and evaluates every ``evaluate_every`` steps, or epochs

@@ -308,7 +308,7 @@ def counting_epochs(
         step.model.stop_training = False
     with _optimizer_of(step) if callbacks else contextlib.nullcontext():
         counted = Epochs(
-            callbacks,
+            callbacks or (),
             step,
             loop.dataset,
             scalars=scalars,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -63,6 +65,11 @@ def _why_none(data: Any) -> str:
             f"a {kind} is distributed already: give the tf.data.Dataset of global batches, which "
             "the loop distributes"
         )
+    if isinstance(data, Iterator) or inspect.isgeneratorfunction(data):
+        return (
+            f"a {kind} is not a dataset: give tf.data.Dataset.from_generator(a function that "
+            "yields examples, output_signature=…).batch(…)"
+        )
     if callable(data) and not isinstance(data, type):
         return (
             f"a {kind} is not a dataset: call it, and give the tf.data.Dataset of global batches; "
@@ -78,6 +85,8 @@ def _why_none(data: Any) -> str:
         if not isinstance(part, tuple | dict | np.ndarray | tf.Tensor):
             remedy = "its to_numpy()" if hasattr(part, "to_numpy") else "numpy.asarray of it"
             return f"the data have a {type(part).__name__} in place of an array: give {remedy}"
+    if isinstance(data, list) and len(data) in (2, 3):
+        return "a list is not a dataset: give a tuple of arrays, (x, y)"
     return (
         f"a {kind} is not a dataset: give arrays (x, y) or (x,), a keras.utils.PyDataset, a "
         "tf.data.Dataset of global batches, or one of ctl.data"

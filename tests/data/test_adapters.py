@@ -137,7 +137,9 @@ class Frame:
     [
         ((X, Y), {}, "^arrays need the size of a global batch: give global_batch_size=32"),
         ("photos", {}, "^a str is not a dataset: give arrays"),
-        ([1, 2], {}, "^a list is not a dataset"),
+        ([X, Y], {}, "^a list is not a dataset: give a tuple of arrays"),
+        (iter([X]), {}, "^a list_iterator is .*from_generator"),
+        ((lambda: (yield X)), {}, "^a function is not a dataset: .*from_generator"),
         ((), {}, "^a tuple is not a dataset"),
         ((X, Y.tolist()), {}, "^the data have a list in place of an array: give numpy.asarray of"),
         (Frame(), {}, r"^a Frame is not a dataset: .*'fare'.*\.to_numpy\(\), data\['label'\]\.to"),
