@@ -57,7 +57,7 @@ OF_STEPS = {
     "dataset": _LOOP,
 }
 METHODS = {
-    "fit": _TRAINING,
+    **dict.fromkeys(("fit", "run"), _TRAINING),
     "compile": "give optimizer, loss and metrics to ctl.TrainStep(model, …)",
     "predict": "call model.predict(…)",
     "validate": "call loop.evaluate()",
@@ -82,8 +82,17 @@ OF_PACKAGES = {
         "callbacks": "give those of keras.callbacks to loop.train(callbacks=[…]), or ctl.actions "
         "to ctl.Loop(actions=[…])",
         "metrics": "give those of keras.metrics, or their names, to ctl.TrainStep(metrics=[…])",
+        "ModelCheckpoint": "give ctl.Loop(checkpoints=DIRECTORY), or that of keras.callbacks to "
+        "loop.train(callbacks=[…])",
     },
-    "ctl.schedule": {"ReduceLROnPlateau": "call it ctl.schedule.Plateau"},
+    "ctl.schedule": {
+        name: f"call it ctl.schedule.{ours}"
+        for name, ours in (
+            *(("ReduceLROnPlateau", "Plateau"), ("PiecewiseConstantDecay", "Piecewise")),
+            *(("CosineDecay", "Cosine"), ("CosineAnnealingLR", "Cosine")),
+            *(("ExponentialDecay", "Exponential"), ("PolynomialDecay", "Polynomial")),
+        )
+    },
 }
 
 _P = ParamSpec("_P")

@@ -114,7 +114,7 @@ class GlobalBatches(NotResident):
         if global_batch_size and size and size != global_batch_size:
             raise UsageError(
                 f"global_batch_size={global_batch_size}, but the tf.data.Dataset makes batches of "
-                f"{size} examples: leave it out, or give .batch({global_batch_size})"
+                f"{size} examples: give global_batch_size={size}, or .batch({global_batch_size})"
             )
         self._seeds: Any = self.pipeline.seeds
         if not _UNSEEDED.keys().isdisjoint(self.pipeline.unseeded):
