@@ -12,10 +12,12 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from ctl import step as steps
 from ctl.base.names import check_loss_name, is_function_name
 from ctl.base.remote import StorePath
+from ctl.base.tf_internals import pipeline
 from ctl.data import Dataset, Tokenizer, as_dataset
 from ctl.errors import UsageError
 from ctl.flags.imports import find
@@ -177,5 +179,11 @@ def datasets(
             f"--global_batch_size={size}, or make them of global_batch_size"
         )
     if batches:
-        train = as_dataset(made[0], global_batch_size=global_batch_size)
+        size = pipeline(made[0]).batch or global_batch_size
+        if size != global_batch_size:
+            logging.warning(
+                "the dataset %r makes batches of %d examples, not of --global_batch_size=%d",
+                *(name, size, global_batch_size),
+            )
+        train = as_dataset(made[0], global_batch_size=size)
     return train, as_dataset(made[1], training=False)

@@ -190,7 +190,12 @@ def test_a_directory_for_a_function_that_takes_none():
         datasets("pair", data_dir="photos")
 
 
-def test_batches_of_another_size_are_refused():
+def test_batches_of_another_size_are_refused_or_said(caplog):
     assert datasets("of_eight")[0].global_batch_size == 8
     with pytest.raises(UsageError, match="batches of 8 examples: give --global_batch_size=8, or"):
         named.datasets("users_own:of_eight", global_batch_size=16, seed=7, data_dir=None)
+    with caplog.at_level("WARNING"):  # no earlier run was refused for it
+        name, options = "users_own:of_any_size", {"seed": 7, "data_dir": None}
+        train, _ = named.datasets(name, global_batch_size=16, **options)
+    assert train.global_batch_size == 8
+    assert "makes batches of 8 examples, not of --global_batch_size=16" in caplog.text
