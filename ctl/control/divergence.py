@@ -27,6 +27,7 @@ _MOST_SKIPPED = 100
 _SEARCH_SECONDS = 3.0  # for an example that is not finite
 
 _REMEDY = "try a lower learning rate, clipping (--clip_norm) or --on_nan=skip"
+_REMEDY_OF_SKIPPED = "try a lower learning rate or clipping (--clip_norm)"
 
 
 class Divergence:
@@ -73,7 +74,8 @@ class Divergence:
         if self._skipped_in_a_row >= _MOST_SKIPPED:
             self._end(
                 f"the last {self._skipped_in_a_row} updates, up to step {step}, were skipped "
-                "because their gradients were not finite"
+                "because their gradients were not finite",
+                _REMEDY_OF_SKIPPED,
             )
 
     def check_weights(self, step: int) -> None:
@@ -108,7 +110,7 @@ class Divergence:
                     return f"{examples}: mend the data, or leave them out"
                 if time.monotonic() > deadline:
                     break
-        return _REMEDY
+        return _REMEDY_OF_SKIPPED if self._step.on_nan == "skip" else _REMEDY
 
     def _first_bad(self, begin: int, finite: Any) -> int:
         """The first step after ``begin`` whose loss is not finite."""
@@ -131,7 +133,7 @@ class Divergence:
             good = self._checkpoints.latest()
         if found := str(self.origins):
             what += f"; {found}"
-        elif remedy == _REMEDY and can_be_eager(self._step.strategy):
+        elif remedy in (_REMEDY, _REMEDY_OF_SKIPPED) and can_be_eager(self._step.strategy):
             again = "from there" if good else "again"
             remedy += f"; train {again} with --eager (eager=True) to see which operation makes it"
         workers.raise_together(

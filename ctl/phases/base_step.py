@@ -409,9 +409,8 @@ class BaseStep(AutographMethods):
             dataset: see `ctl.phases.labels.check_labels`.
             step: the step of a batch, which is read again if that takes little time.
         """
-        if self.training and step is None:
-            labels.warn_of_not_finite(dataset)
         if step is None:
+            labels.warn_of_not_finite(dataset)
             check_probabilities(self)
         if self.class_weight:
             labels.check_weighted_classes(dataset, step)
