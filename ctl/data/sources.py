@@ -521,8 +521,8 @@ class ImageFolder(EncodedImages):
             classes = sorted(found) if classes is None else list(classes)
             if unknown := found - set(classes):
                 raise UsageError(
-                    f"{folder} has a folder {min(unknown)} that is not in classes: add it to "
-                    "classes, or move it away"
+                    f"{folder} has a folder {min(unknown)} that is not in classes, those of the "
+                    "training data: move it away"
                 )
             names = []
             for name in classes:

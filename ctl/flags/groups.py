@@ -86,8 +86,9 @@ def define_data_flags(of_a_run: bool = False) -> None:
         flags.DEFINE_string(
             "image_shape",
             None,
-            "HEIGHT,WIDTH,CHANNELS: the size to which images of a TFDS dataset are resized, or "
-            "the shape of synthetic images (their default: 28,28,1).",
+            "HEIGHT,WIDTH,CHANNELS: the size to which images of a folder or a TFDS dataset are "
+            "resized (default for a folder: their own, or 64,64 if they differ), or the shape of "
+            "synthetic images (default: 28,28,1).",
         )
         flags.DEFINE_list(
             "features",

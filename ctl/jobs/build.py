@@ -442,11 +442,15 @@ def class_weights(flags: FlagValues, prepared: Prepared) -> dict[int, float] | N
     if not isinstance(counts, list):
         arrays = train.arrays if isinstance(train, InMemory) else ()
         labels: Any = arrays[1] if isinstance(arrays, tuple) and len(arrays) > 1 else None
+        if not isinstance(train, InMemory):
+            raise UsageError(
+                "--class_weight=balanced counts the classes of files of your own or of data in "
+                "memory: raise --resident_limit_mib, or give weights such as 0:1,1:5"
+            )
         if not isinstance(labels, np.ndarray) or not are_classes(labels):
             raise UsageError(
-                "--class_weight=balanced counts the classes, integers [n] or 0 and 1, of files of "
-                "your own or of data in memory: raise --resident_limit_mib, or give weights such "
-                "as 0:1,1:5"
+                "--class_weight=balanced counts classes, integers [n] or 0 and 1, and the labels "
+                "of the data are none: leave it out"
             )
         counts = np.bincount(labels.ravel().astype(np.int64)).tolist()
     there = {label: count for label, count in enumerate(counts) if count}

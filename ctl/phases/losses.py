@@ -124,6 +124,12 @@ def per_example(loss_fn: Any, model: Any = None) -> Any:
             "out, and give such examples weight 0, and a class that there is; of places, [n, t], "
             "override loss() of the step, and weigh them there"
         )
+    if isinstance(loss_fn, keras.losses.Dice | keras.losses.Tversky) and loss_fn.axis is None:
+        kind = type(loss_fn).__name__
+        raise UsageError(
+            f"loss_fn {kind} sums over the examples of a batch: give it the axes of one example, "
+            f"such as {kind}(axis=(1, 2, 3)) for images"
+        )
     if not isinstance(loss_fn, keras.losses.Loss) or loss_fn.reduction in (None, "none"):
         return loss_fn
     if loss_fn.reduction in ("sum", "mean_with_sample_weight"):

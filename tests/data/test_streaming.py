@@ -216,7 +216,7 @@ def streamed(items) -> None:
     ("make", "says"),
     [
         (lambda s: Streaming(s["unlabelled"], global_batch_size=8), "no labels"),
-        (lambda s: Streaming(s["mapped"], global_batch_size=51), "51 is larger .* it has 50"),
+        (lambda s: Streaming(s["mapped"], global_batch_size=51), "51 is larger .* has 50 examples"),
         (lambda s: Streaming(s["mapped"], global_batch_size=8, block=0), "block of a shuffle"),
         (lambda s: Streaming(s["mapped"], global_batch_size=8, block=26), "at most 25$"),
         (lambda s: Streaming(s["mapped"], global_batch_size=8, on_bad_record="x"), "stop or skip"),

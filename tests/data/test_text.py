@@ -115,7 +115,7 @@ def test_batches_have_few_shapes_and_each_text_once():
 def test_a_bucket_has_a_batch():
     few = [b"a" * n for n in (1, 9, 9, 9, 9, 9, 9, 20)]
     assert Buckets(few, 30, global_batch_size=4).lengths == [9, 20][1:]
-    with pytest.raises(UsageError, match="larger than the dataset: it has 8 examples"):
+    with pytest.raises(UsageError, match="larger than the dataset, which has 8 examples"):
         Buckets(few, 30, global_batch_size=9)
 
 

@@ -66,8 +66,11 @@ def test_labels_of_0_and_1_are_classes(labels):
     "labels", [LABELS.astype(np.float32), np.eye(3, dtype=np.int64)[LABELS], LABELS - 1]
 )
 def test_labels_that_are_no_classes_cannot_be_counted(labels):
-    with pytest.raises(UsageError, match="^--class_weight=balanced counts the classes, integers"):
+    with pytest.raises(UsageError, match="^--class_weight=balanced counts classes, integers"):
         class_weights(flags("balanced"), prepared(in_memory(labels)))
+    with pytest.raises(UsageError, match="raise --resident_limit_mib, or give weights such as 0:1"):
+        stream = types.SimpleNamespace(info=in_memory().info)
+        class_weights(flags("balanced"), prepared(stream))
 
 
 def of_run(folder, loss: str, table: str, data: dict[str, Any]) -> Any:

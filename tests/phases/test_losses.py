@@ -251,6 +251,19 @@ def test_a_class_that_is_ignored_is_refused_and_weight_0_is_what_keras_does():
         np.testing.assert_allclose(mine, other, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [keras.losses.Dice, keras.losses.Tversky])
+def test_losses_of_whole_batches_need_axes(kind):
+    with pytest.raises(UsageError, match=rf"^loss_fn {kind.__name__} sums .*axis=\(1, 2, 3\)\)"):
+        ctl.TrainStep(model(), "sgd", kind())
+    theirs, ours = model(activation="softmax"), model(activation="softmax")
+    theirs.compile("sgd", kind(axis=1))
+    theirs.train_on_batch(FEATURES, ONE_HOT)
+    step = ctl.TrainStep(ours, "sgd", kind(axis=1))
+    ctl.Loop(step, (FEATURES, ONE_HOT), global_batch_size=len(FEATURES)).train(1)
+    for mine, other in zip(ours.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-6)
+
+
 def test_names_of_ctl_go_on():
     assert [losses.per_example(name).__name__ for name in LOSSES] == list(LOSSES)
     assert losses.per_example("mse") is losses.mean_squared_error
