@@ -110,8 +110,7 @@ def run() -> None:
 def _check_report(report: str | None, watch: bool, loss: str) -> None:
     if report and watch:
         raise UsageError("--report covers one checkpoint: leave out --watch")
-    others = {*names.LOSSES, *names.KERAS_LOSSES} - names.OF_CLASSES
-    if report and loss in others:
+    if report and names.loss_of(loss) == names.NUMBERS:
         raise UsageError(
             f"--report needs a classifier, and --loss={loss} is not for one: leave out --report"
         )

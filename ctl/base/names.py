@@ -47,7 +47,6 @@ KERAS_LOSSES = {
     "msle": "MeanSquaredLogarithmicError",
     "ctc": "CTC",
 }
-OF_CLASSES = {"cross_entropy", "sparse_categorical_crossentropy", "SparseCategoricalCrossentropy"}
 KERAS_LOSSES |= {kind: kind for kind in KERAS_LOSSES.values()}
 WEIGHTINGS = ("examples", "sum_of_weights")
 SPARSE_ROWS = ("auto", "on", "lazy", "off")

@@ -20,9 +20,10 @@ from ctl.base.svg import escape
 from ctl.data.dataset import Dataset
 from ctl.distributed import local_batch
 from ctl.errors import UsageError
-from ctl.inspect.predictions import of_batches
+from ctl.inspect import predictions
 from ctl.inspect.show.document import STYLE, document, html_table
 from ctl.phases.base_step import BaseStep
+from ctl.phases.losses import gives_logits, is_binary, is_one_hot, takes_logits
 
 WORST = 48  # examples
 _WIDEST_NAME = 16
@@ -30,6 +31,10 @@ LARGEST = 100  # classes of a matrix that is drawn
 _NUMBERED = 25  # classes of a matrix whose cells have numbers; it fits narrow pages
 _WIDTH = 1036  # of a larger one, that of the page; on a narrow one, it scrolls in its own box
 _LONGEST_LABEL = 240  # pixels
+_NO_CLASSES = (
+    "--report needs a classifier, with integer labels [n] and outputs [n, classes], or a binary "
+    "loss, one output and labels of 0 and 1: leave it out"
+)
 _LEVELS = 7  # of the colours, see `ctl.inspect.show.document`
 
 _STYLE = (
@@ -123,7 +128,8 @@ def collect(
         worst: number of examples to keep.
 
     Raises:
-        UsageError: labels are not integers [n], or outputs are not [n, classes].
+        UsageError: labels are no classes, or outputs are not [n, classes] or, of a binary loss,
+            [n, 1].
     """
 
     def examples_of(batch: Any) -> Any:
@@ -131,10 +137,10 @@ def collect(
         losses = step.loss(computed)
         outputs = losses[1] if isinstance(losses, tuple) else None
         features, labels, weights = local_batch.unpack(batch)
-        _check(labels, outputs)
         is_image = isinstance(features, tf.Tensor) and features.shape.rank == 4
         rows = local_batch.rows(batch)
-        probabilities = tf.nn.softmax(tf.cast(outputs, tf.float32))[:rows]
+        labels, probabilities = _of_classes(step, labels, outputs)
+        probabilities = probabilities[:rows]
         weights = tf.ones([rows]) if weights is None else tf.reshape(weights, [rows])
         return (
             tf.cast(labels, tf.int64),
@@ -148,8 +154,10 @@ def collect(
     confusion: np.ndarray | None = None
     kept: list[tuple[Any, ...]] = []  # rank, number, values, features
     first = 0
-    for columns in of_batches(dataset, strategy, examples_of):
+    for columns in predictions.of_batches(dataset, strategy, examples_of):
         labels, predicted, probabilities, losses, counted, features = columns
+        if labels.min() < 0:
+            raise UsageError(_NO_CLASSES)
         if confusion is None:
             classes = _classes(step, dataset, int(max(labels.max(), predicted.max())) + 1)
             confusion = np.zeros([len(classes)] * 2, np.int64)
@@ -171,14 +179,24 @@ def collect(
     return Report(classes, confusion, examples)
 
 
-def _check(labels: Any, outputs: Any) -> None:
-    classes = isinstance(labels, tf.Tensor) and labels.dtype.is_integer and labels.shape.rank == 1
-    logits = isinstance(outputs, tf.Tensor) and outputs.shape.rank == 2 and outputs.shape[1] != 1
-    if not classes or not logits:
-        raise UsageError(
-            "--report needs a classifier, with integer labels [n] and outputs [n, classes]: leave "
-            "it out"
-        )
+def _of_classes(step: BaseStep, labels: Any, outputs: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """The class of each label, -1 for none, and the probabilities of the classes, float32 [n,
+    classes]. Of a binary loss, one output is that of the second of two classes."""
+    tensors = all(isinstance(each, tf.Tensor) for each in (labels, outputs))
+    ranks = (labels.shape.rank, outputs.shape.rank) if tensors else ()
+    if ranks in ((1, 2), (2, 2)) and outputs.shape[1] == 1 and is_binary(step.loss_fn):
+        second = predictions.activation_of(step)(tf.cast(outputs, tf.float32))
+        labels = tf.cast(tf.reshape(labels, [-1]), tf.float32)
+        labels = tf.where((labels == 0) | (labels == 1), labels, -1)  # smoothed, maybe
+        return labels, tf.concat([1 - second, second], axis=1)
+    if ranks == (2, 2) and is_one_hot(step.loss_fn):
+        labels, ranks = tf.argmax(labels, axis=-1), (1, 2)
+    if ranks != (1, 2) or outputs.shape[1] == 1 or not labels.dtype.is_integer:
+        raise UsageError(_NO_CLASSES)
+    outputs = tf.cast(outputs, tf.float32)
+    if takes_logits(step.loss_fn) is False or gives_logits(step.model) is False:
+        return labels, outputs
+    return labels, tf.nn.softmax(outputs)
 
 
 def _classes(step: BaseStep, dataset: Dataset, seen: int) -> list[str]:

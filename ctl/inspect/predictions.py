@@ -67,7 +67,7 @@ def collect(step: BaseStep, dataset: Dataset, strategy: tf.distribute.Strategy) 
     """
     if isinstance(step.model, Models):
         raise UsageError("--predictions is for one model, and the step has several: leave it out")
-    activation = _activation(step)
+    activation = activation_of(step)
 
     def outputs_of(batch: Any) -> list[tf.Tensor]:
         computed, _ = local_batch.pad_empty(batch)
@@ -84,7 +84,7 @@ def collect(step: BaseStep, dataset: Dataset, strategy: tf.distribute.Strategy) 
     return np.concatenate([part for (part,) in of_batches(dataset, strategy, outputs_of)])
 
 
-def _activation(step: BaseStep) -> Callable[[tf.Tensor], tf.Tensor]:
+def activation_of(step: BaseStep) -> Callable[[tf.Tensor], tf.Tensor]:
     """What makes probabilities of the outputs."""
     takes_logits = losses.takes_logits(step.loss_fn)
     if not takes_logits or losses.gives_logits(step.model) is False:

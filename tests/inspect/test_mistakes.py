@@ -128,6 +128,47 @@ def test_only_classifications(mirrored):
         mistakes.collect(step, data, mirrored(1))
 
 
+@pytest.mark.parametrize("activation", [None, "sigmoid"])
+@pytest.mark.parametrize("shape", [[-1], [-1, 1]])
+def test_two_classes_of_one_output(mirrored, activation, shape):
+    features, labels = images()
+    labels = (labels > 0).astype("float32").reshape(shape)
+    made = keras.Sequential(
+        [keras.Input([4, 5, 1]), keras.layers.Flatten(), keras.layers.Dense(1, activation)]
+    )
+    info = DatasetInfo("mail", class_names=("ham", "spam"))
+    data = InMemory((features, labels), global_batch_size=9, training=False, info=info)
+    found = mistakes.collect(EvalStep(made, "binary_crossentropy"), data, mirrored(1))
+    outputs = made(features.astype("float32") / 255).numpy()[:, 0]
+    share = outputs if activation else 1 / (1 + np.exp(-outputs))
+    expected = np.zeros([2, 2], int)
+    np.add.at(expected, (labels.ravel().astype(int), (share > 0.5).astype(int)), 1)
+    np.testing.assert_array_equal(found.confusion, expected)
+    assert [*found.classes] == ["ham", "spam"]
+    for example in found.worst:
+        wanted = max(share[example.number], 1 - share[example.number])
+        assert example.probability == pytest.approx(wanted, rel=1e-5)
+    smooth = InMemory((features, labels * 0.9), global_batch_size=9, training=False)
+    with pytest.raises(UsageError, match="^--report needs a classifier.* labels of 0 and 1"):
+        mistakes.collect(EvalStep(made, "binary_crossentropy"), smooth, mirrored(1))
+
+
+@pytest.mark.parametrize("one_hot", [True, False])
+def test_probabilities_of_a_softmax(mirrored, one_hot):
+    features, labels = images()
+    made = model()
+    made.layers[-1].activation = keras.activations.softmax
+    loss = "categorical_crossentropy" if one_hot else "sparse_categorical_crossentropy"
+    given = np.eye(CLASSES, dtype="float32")[labels] if one_hot else labels
+    data = InMemory((features, given), global_batch_size=9, training=False)
+    found = mistakes.collect(EvalStep(made, loss), data, mirrored(1))
+    outputs = made(features.astype("float32") / 255).numpy()
+    assert found.confusion.trace() == (outputs.argmax(1) == labels).sum()
+    for example in found.worst:
+        assert example.label == labels[example.number]
+        assert example.probability == pytest.approx(outputs[example.number].max(), rel=1e-5)
+
+
 @pytest.mark.parametrize("flag", ["--watch", "--loss=mean_squared_error", "--loss=mae"])
 def test_wrong_flags(zygote_without_tensorflow, tmp_path, flag):
     arguments = [f"--model_dir={tmp_path}", f"--report={tmp_path}", flag]
