@@ -220,6 +220,7 @@ def check_dataset(name: str, data_dir: str | None) -> None:
     known |= {path.name for path in _EMBEDDED.iterdir() if path.is_dir()}
     near = difflib.get_close_matches(short, known - {"__pycache__"}, n=3)
     hint = f"; near: {', '.join(near)}" if near else ""
+    hint += f"; files of your own are named by a path, such as ./{name}"
     if os.path.exists(name):
         hint = f" of TFDS: for the files of that name here, give --dataset=./{name}"
     raise UsageError(f"there is no dataset {name!r}{hint}")
