@@ -32,6 +32,7 @@ from ctl.phases.checks import (
 )
 from ctl.phases.logged import TAKEN, Logged, Rows
 from ctl.phases.metrics import (
+    as_taken,
     from_names,
     make_variables,
     makes_variables_late,
@@ -313,7 +314,8 @@ class BaseStep(AutographMethods):
         for metric, weights in self._with_weights(pair):
             variables = metric.variables
             none = [tf.zeros(v.shape, v.dtype) for v in variables]
-            values = metric.stateless_update_state(none, labels, outputs, sample_weight=weights)
+            taken = as_taken(metric, labels, outputs)
+            values = metric.stateless_update_state(none, *taken, sample_weight=weights)
             for variable, value in zip(variables, values, strict=True):
                 variable.value.assign_add(tf.cast(value, variable.dtype))
 
@@ -421,6 +423,8 @@ class BaseStep(AutographMethods):
             labels.check_one_output(loss_fn, self.given_metrics, self.model)
         if loss_fn not in labels.CHECKED:
             labels.check_from_logits(self.loss_fn, self.model)
+        if self.training:
+            labels.check_softmax(self.model)
         if not self.overrides("preprocess"):
             labels.check_features(self.model, dataset)
             if step is None:
@@ -437,7 +441,9 @@ class BaseStep(AutographMethods):
             return
         if step is None and self.training:
             labels.check_outputs(loss_fn.__name__, self.model, self.class_weight or ())
-        labels.check_labels(loss_fn.__name__, self.model, dataset, step)
+        labels.check_labels(
+            loss_fn.__name__, self.model, dataset, step, probabilities=self.is_cross_entropy
+        )
 
     def log(self, name: str, value: tf.Tensor | float, reduce: str = "mean") -> None:
         """Adds a scalar to the log records, from any phase. It adds no collective.

@@ -69,6 +69,21 @@ def check_has_classes(model: keras.Model) -> None:
         )
 
 
+def check_softmax(model: keras.Model) -> None:
+    """Raises `UsageError` if a functional or sequential ``model`` ends in a softmax of one output,
+    which is always 1."""
+    shape: Any = getattr(model, "output_shape", None)
+    if type(shape) is not tuple or len(shape) < 2 or shape[-1] != 1 or not model.layers:
+        return
+    last, applied = losses.last_of(model)
+    axis = getattr(last, "axis", -1) if isinstance(last, keras.layers.Softmax) else -1
+    if applied is keras.activations.softmax and axis in (-1, len(shape) - 1):
+        raise UsageError(
+            f"model {model.name} ends in a softmax of 1 output (layer {last.name}), which is "
+            "always 1: for two classes, give it a sigmoid and binary_crossentropy"
+        )
+
+
 def check_several_classes(dataset: Any) -> None:
     """Raises `UsageError` if ``dataset`` names its classes, and has only one."""
     info = getattr(dataset, "info", None)
@@ -132,8 +147,9 @@ def takes_classes(loss_fn: Any) -> bool:
 
 
 def takes_binary(loss_fn: Any) -> bool:
-    """Whether ``loss_fn`` is Keras's cross entropy of two classes, whose labels are from 0 to 1."""
-    return isinstance(loss_fn, keras.losses.BinaryCrossentropy)
+    """Whether ``loss_fn`` is one of Keras's cross entropies of two classes, whose labels are from 0
+    to 1."""
+    return losses.is_binary(loss_fn) and loss_fn.__module__.startswith("keras.")
 
 
 def check_features(model: keras.Model, dataset: Any) -> None:
@@ -179,7 +195,13 @@ def _shown(shape: tf.TensorShape) -> str:
     return f"[{', '.join('n' if size is None else str(size) for size in shape)}]"
 
 
-def check_labels(loss: str, model: keras.Model, dataset: Any, step: int | None = None) -> None:
+def check_labels(
+    loss: str,
+    model: keras.Model,
+    dataset: Any,
+    step: int | None = None,
+    probabilities: bool = False,
+) -> None:
     """Raises `UsageError` if the labels of ``dataset`` do not fit ``loss``.
 
     Args:
@@ -189,32 +211,34 @@ def check_labels(loss: str, model: keras.Model, dataset: Any, step: int | None =
             ``tf.data.Dataset``, the type and shape are checked, and the values of the first batch
             unless they are classes as integers: the loss finds one that is out of range.
         step: the batch of this step is read again, and its values are checked; None for no batch.
+        probabilities: whether `CROSS_ENTROPY` takes those of the classes, too, float [n, classes].
     """
     shape: Any = getattr(model, "output_shape", None)
     if isinstance(dataset, Augmented):  # which checks by itself what it mixes
         dataset = dataset.dataset
-    if type(shape) is not tuple or len(shape) != 2:
+    if loss != BINARY and (type(shape) is not tuple or len(shape) != 2):
         return
+    outputs = shape[-1] if type(shape) is tuple and shape else None
     batch, where = _examples(dataset, step)
     if batch is None and step is None:
         spec = batch_spec(dataset)
         if isinstance(spec, tuple | list) and len(spec) in (2, 3):
-            _check_kind(loss, spec[1], shape[-1])
+            _check_kind(loss, spec[1], outputs, probabilities)
             if _is_float(spec[1]) or loss == BINARY:
                 batch, where = read_again(dataset, 1), " in the first batch"
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
         return
     if not hasattr(batch[1], "shape") or not hasattr(batch[1], "dtype"):
         return
-    _check_kind(loss, batch[1], shape[-1])
+    _check_kind(loss, batch[1], outputs, probabilities)
     values = np.asarray(batch[1])
     if loss == BINARY:
         _check_binary(values, where)
         return
     if values.ndim == 2 and values.shape[1] == 1:
         values = values[:, 0]
-    if values.ndim == 1 and values.size and shape[-1]:
-        _check_classes(values, shape[-1], where)
+    if values.ndim == 1 and values.size and outputs:
+        _check_classes(values, outputs, where)
 
 
 def _examples(dataset: Any, step: int | None) -> tuple[Any, str]:
@@ -309,7 +333,7 @@ def check_ids(model: keras.Model, dataset: Any, step: int | None = None) -> None
     for one, ids in _by_input(batch[0], inputs):
         for layer in _layers_that_take(one, model):
             is_scaled = ids.dtype == np.uint8 and tf.as_dtype(one.dtype).is_floating
-            if is_scaled or not isinstance(layer, keras.layers.Embedding):  # see `check_scaled`
+            if is_scaled or not _is_embedding(layer):  # see `check_scaled`
                 continue
             feature = f"feature {one.name} of " if len(inputs) > 1 else ""
             with contextlib.suppress(AttributeError, ValueError):  # NumPy has no such array
@@ -454,7 +478,7 @@ def nan_for_wrong_ids(layer: keras.Layer, under_xla: bool | None) -> Iterator[No
     embeddings = []
     if under_xla:
         layers = replicas.layers_of(layer)
-        embeddings = [one for one in layers if isinstance(one, keras.layers.Embedding)]
+        embeddings = [one for one in layers if _is_embedding(one)]
     own = [vars(one).get("call") for one in embeddings]
     for one in embeddings:
         vars(one)["call"] = functools.partial(_looked_up, one.call, one.input_dim)
@@ -467,6 +491,14 @@ def nan_for_wrong_ids(layer: keras.Layer, under_xla: bool | None) -> Iterator[No
                 vars(one)["call"] = call
 
 
+def _is_embedding(layer: Any) -> bool:
+    """Whether ``layer`` looks up the ids that it gets: a subclass may make others of them."""
+    if not isinstance(layer, keras.layers.Embedding):
+        return False
+    same = type(layer).call is keras.layers.Embedding.call
+    return same or type(layer).__module__.startswith("keras")
+
+
 def _looked_up(call: Callable, rows: int, ids: Any, *args: Any, **options: Any) -> Any:
     outputs = call(ids, *args, **options)
     places = tf.cast(ids, tf.int64)
@@ -474,7 +506,7 @@ def _looked_up(call: Callable, rows: int, ids: Any, *args: Any, **options: Any) 
     return tf.where(inside, outputs, tf.cast(math.nan, outputs.dtype))
 
 
-def _check_kind(loss: str, labels: Any, classes: int | None) -> None:
+def _check_kind(loss: str, labels: Any, classes: int | None, probabilities: bool) -> None:
     """Checks shape and type of ``labels``, an array or the spec of a batch."""
     if not isinstance(getattr(labels, "shape", None), tuple | tf.TensorShape):
         return
@@ -484,6 +516,13 @@ def _check_kind(loss: str, labels: Any, classes: int | None) -> None:
     if loss != CROSS_ENTROPY or shape.rank != 2 or shape[1] == 1 or classes is None:
         return
     if shape[1] == classes and classes > 1:
+        if probabilities and dtype.is_floating:
+            return
+        if isinstance(labels, np.ndarray) and (labels.sum(axis=1) > 1.5).any():
+            raise UsageError(
+                f"labels of shape [n, {classes}] have several classes in one example, and "
+                "cross_entropy takes one: give --loss=binary_crossentropy (loss_fn= in Python)"
+            )
         raise UsageError(
             f"labels of shape [n, {classes}] are one-hot, and cross_entropy takes classes, "
             "integers [n]: give tf.argmax(labels, axis=-1), or the loss that trains on them"
@@ -519,7 +558,9 @@ def _check_binary(labels: np.ndarray, where: str) -> None:
     low, high = labels.min(), labels.max()
     if not low >= 0 <= high <= 1:
         distinct = np.unique(labels)
-        if len(distinct) <= 2:
+        if labels.ndim > 1 and labels.shape[-1] > 1 and len(distinct) > 2:
+            remedy = "override loss() of the step, and weigh the labels that are known"
+        elif len(distinct) <= 2:
             remedy = f"make 0 and 1 of them: labels == {high:g}"
         elif np.array_equal(distinct, np.floor(distinct)):
             remedy = (

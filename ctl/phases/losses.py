@@ -226,42 +226,75 @@ def last_of(model: Any) -> tuple[Any, Any]:
     name = type(last).__name__
     if name in ("Softmax", "Sigmoid") and type(last).__module__.startswith("keras."):
         return last, getattr(keras.activations, name.lower())  # also of `keras.ops`
-    return last, getattr(last, "activation", None)
+    applied = getattr(last, "activation", None)
+    if isinstance(last, keras.layers.Lambda):
+        applied = last.function
+    for name in ("softmax", "sigmoid"):
+        if applied in (getattr(tf.nn, name), getattr(keras.ops, name)):
+            return last, getattr(keras.activations, name)
+    return last, applied
 
 
 def of_each(loss: keras.losses.Loss, labels: Any, outputs: Any) -> tf.Tensor:
     """Returns the losses of an object of `per_example`, [n]: their mean over other axes, as Keras
-    takes it.
+    takes it. One of Keras gets both in one rank, as a function does.
 
     Raises:
         UsageError: a loss of Keras would broadcast the labels; or ``outputs`` have a mask, whose
             mean is one over the valid places of the whole batch.
     """
+    mask = _mask_of(outputs)
     known = all(isinstance(t, tf.Tensor) and t.shape.rank is not None for t in (labels, outputs))
     if known and type(loss).__module__.startswith("keras.") and type(loss) not in _UNLIKE:
+        labels, outputs = in_one_rank(labels, outputs)
+        if labels.shape.rank == outputs.shape.rank == 1:  # Keras takes the mean over the last axis
+            labels, outputs = labels[:, tf.newaxis], outputs[:, tf.newaxis]
         classes = isinstance(loss, keras.losses.CategoricalCrossentropy)
         _check_alike(labels, outputs, " (sparse_categorical_crossentropy takes classes)" * classes)
     losses = with_autograph(loss)(labels, outputs)
     if losses.shape.rank is None or losses.shape.rank < 2:
         return losses
-    if getattr(outputs, "_keras_mask", None) is not None:
-        raise UsageError(
-            "the outputs of the model have a mask, so the mean over the places of an example is "
-            "not Keras's: override loss() of the step, and weigh the places there"
-        )
+    if mask is not None:
+        raise UsageError(_MASKED)
     return _mean(losses)
 
 
+_MASKED = (
+    "the outputs of the model have a mask, so the mean over the places of an example is not "
+    "Keras's: override loss() of the step, and weigh the places there"
+)
+
+
+def _mask_of(outputs: Any) -> Any:
+    return getattr(outputs, "_keras_mask", None)
+
+
 def of_function(function: Callable[..., Any], labels: Any, outputs: Any) -> Any:
-    """Returns ``function(labels, outputs)``. Both have one rank, as in ``fit``: if one lacks the
-    last axis of the other, and this axis is 1, [n] becomes [n, 1], and others lose it."""
+    """Returns ``function(labels, outputs)``. Both have one rank, as in ``fit``, see `in_one_rank`.
+
+    Raises:
+        UsageError: ``outputs`` have a mask, and the function, of ctl or Keras, knows nothing of it,
+            or gives a loss for each place.
+    """
+    mask = _mask_of(outputs)
+    losses = with_autograph(function)(*in_one_rank(labels, outputs))
+    module = str(getattr(getattr(function, "func", function), "__module__", ""))
+    places = isinstance(losses, tf.Tensor) and losses.shape.rank not in (None, 0, 1)
+    if mask is not None and (places or module.startswith(("keras.", __name__))):
+        raise UsageError(_MASKED)
+    return losses
+
+
+def in_one_rank(labels: Any, outputs: Any) -> tuple[Any, Any]:
+    """Returns both in one rank: if one lacks the last axis of the other, and this axis is 1, [n]
+    becomes [n, 1], and others lose it."""
     if isinstance(labels, tf.Tensor) and isinstance(outputs, tf.Tensor):
         known = labels.shape.rank and outputs.shape.rank
         if known and labels.shape.rank - outputs.shape.rank == 1:
             outputs, labels = _of_one_rank(outputs, labels)
         elif known and outputs.shape.rank - labels.shape.rank == 1:
             labels, outputs = _of_one_rank(labels, outputs)
-    return with_autograph(function)(labels, outputs)
+    return labels, outputs
 
 
 def _of_one_rank(lower: tf.Tensor, higher: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

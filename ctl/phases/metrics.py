@@ -172,6 +172,8 @@ def check_given(metrics: Sequence[keras.metrics.Metric], loss_fn: Any, model: An
     shape: Any = getattr(model, "output_shape", None)
     for metric in metrics:
         kind, wanted = type(metric).__name__, takes_logits(metric)
+        if losses.is_sparse(loss_fn):
+            _check_takes_classes(metric)
         if isinstance(metric, _OF_ONE_HOT) and losses.is_sparse(loss_fn):
             raise UsageError(
                 f"metric {metric.name} takes one-hot labels, and the loss takes classes: give "
@@ -237,32 +239,59 @@ def makes_variables_late(metric: keras.metrics.Metric) -> bool:
     return not metric.variables or not getattr(metric, "_built", True)
 
 
+def _check_takes_classes(metric: keras.metrics.Metric) -> None:
+    """Raises `UsageError` if ``metric`` takes one-hot labels: of classes [n], it would take some
+    for those of a class, or fail."""
+    kind = type(metric).__name__
+    given = "multi_label" if getattr(metric, "multi_label", False) else ""
+    given = "class_id" if getattr(metric, "class_id", None) is not None else given
+    if type(metric) in (keras.metrics.IoU, keras.metrics.MeanIoU) and metric.sparse_y_pred:
+        raise UsageError(
+            f"metric {metric.name} takes classes for outputs, and those of the model are one for "
+            "each class: make it with sparse_y_pred=False"
+        )
+    if given or isinstance(metric, keras.metrics.OneHotIoU | keras.metrics.OneHotMeanIoU):
+        raise UsageError(
+            f"metric {metric.name} {f'has {given}, so it ' * bool(given)}takes labels [n, classes],"
+            f" and those of the data are classes [n]: give a subclass of {kind} whose update_state "
+            "calls super().update_state with keras.ops.one_hot(labels, classes) of them"
+        )
+
+
 def make_variables(metric: keras.metrics.Metric, labels: Any, outputs: Any) -> None:
     """Makes the variables of ``metric`` for one example. Raises `UsageError` if it is one that
     takes other shapes."""
-    if getattr(metric, "multi_label", False) and labels.shape.rank == 1:
-        kind = type(metric).__name__
-        raise UsageError(
-            f"metric {metric.name} has multi_label=True, so it takes labels [n, classes], and "
-            f"those of the data are classes [n]: give a subclass of {kind} whose update_state "
-            "calls super().update_state with keras.ops.one_hot(labels, classes) of them"
-        )
+    if labels.shape.rank == 1 and outputs.shape.rank == 2 and outputs.shape[1] != 1:
+        _check_takes_classes(metric)
     try:
         with keras.StatelessScope():  # at its end, the variables are made
-            metric.update_state(labels, outputs)
+            metric.update_state(*as_taken(metric, labels, outputs))
     except ValueError as error:
         raise UsageError(f"metric {metric.name}: {str(error).splitlines()[0]}") from error
 
 
+def as_taken(metric: keras.metrics.Metric, labels: Any, outputs: Any) -> tuple[Any, Any]:
+    """Labels and outputs, for a metric of Keras in one rank, as the losses get them. Some would
+    compare [n] with [n, 1] to [n, n]."""
+    kind = type(metric)
+    if kind is keras.metrics.MeanMetricWrapper or not kind.__module__.startswith("keras."):
+        return labels, outputs
+    return losses.in_one_rank(labels, outputs)
+
+
 def update_metric(metric: keras.metrics.Metric, labels: Any, outputs: Any, weights: Any) -> None:
     """Updates ``metric``. Raises `UsageError` if it is one of Keras that takes other shapes."""
+    labels, outputs = as_taken(metric, labels, outputs)
+    of_each = isinstance(metric, (keras.metrics.AUC, *_THRESHOLD, *_COUNTS, *_OF_PROBABILITIES))
+    ranks = [getattr(getattr(each, "shape", None), "rank", None) for each in (labels, outputs)]
     try:
+        if of_each and None not in ranks and ranks[0] != ranks[1]:  # not seen in some graphs
+            raise ValueError("one label for each output")
         with_autograph(metric.update_state)(labels, outputs, sample_weight=weights)
     except ValueError as error:
         if not type(metric).__module__.startswith("keras."):
             raise
-        of_two = isinstance(metric, (keras.metrics.AUC, *_THRESHOLD, *_COUNTS, *_OF_PROBABILITIES))
-        two = of_two and list(outputs.shape[1:]) == [2] and labels.shape.rank == 1
+        two = of_each and list(outputs.shape[1:]) == [2] and labels.shape.rank == 1
         raise UsageError(
             f"metric {metric.name} takes no labels of shape {list(labels.shape)} with outputs of "
             f"shape {list(outputs.shape)}: {_ONE_OUTPUT if two else _OTHERS}"

@@ -361,7 +361,7 @@ def test_an_evaluation_that_was_given_no_loss_does_not_take_another_in_silence(c
     evaluator.run()
     said = [line for line in caplog.messages if line.startswith("the loss of the evaluation")]
     assert len(said) == 1 and "means nothing" in said[0] and remedy in said[0]
-    one_hot = np.eye(CLASSES)[classes]
+    one_hot = np.eye(CLASSES, dtype=int)[classes]  # as floats, they are probabilities
     with pytest.raises(UsageError, match=r"one-hot.*argmax.* or the loss that trains on them"):
         Evaluator(EvalStep(mlp()), (features, one_hot))
     alike = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

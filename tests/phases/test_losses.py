@@ -225,10 +225,14 @@ def test_what_is_refused(loss, made, labels, says):
         ctl.Loop(ctl.TrainStep(made(), "sgd", loss), batches(labels)).train(1)
 
 
-def test_masked_places_are_refused():
+@pytest.mark.parametrize(
+    "loss",
+    ["mae", "mse", keras.losses.mean_absolute_error, lambda y, z: tf.abs(tf.cast(y, z.dtype) - z)],
+)
+def test_masked_places_are_refused(loss):
     layers = [keras.Input([4]), keras.layers.Embedding(9, 3, mask_zero=True), keras.layers.Dense(2)]
     data = tf.data.Dataset.from_tensors((np.eye(4, dtype="int64"), np.zeros([4, 4, 2])))
-    loop = ctl.Loop(ctl.TrainStep(keras.Sequential(layers), "sgd", "mae"), data)
+    loop = ctl.Loop(ctl.TrainStep(keras.Sequential(layers), "sgd", loss), data)
     with pytest.raises(UsageError, match="^the outputs of the model have a mask, .*override loss"):
         loop.train(1)
 
@@ -262,6 +266,81 @@ def test_losses_of_whole_batches_need_axes(kind):
     ctl.Loop(step, (FEATURES, ONE_HOT), global_batch_size=len(FEATURES)).train(1)
     for mine, other in zip(ours.get_weights(), theirs.get_weights(), strict=True):
         np.testing.assert_allclose(mine, other, atol=1e-6)
+
+
+PLACES = RANDOM.integers(0, 2, size=(32, 6, 6)).astype("float32")
+IMAGES = RANDOM.normal(size=(32, 6, 6, 1)).astype("float32")
+KINDS = [
+    "binary_crossentropy",
+    keras.losses.BinaryCrossentropy(),
+    "mae",
+    "mse",
+    keras.losses.Huber(),
+]
+
+
+@pytest.mark.parametrize("loss", KINDS)
+@pytest.mark.parametrize("shape", [(32, 6, 6), (32, 6, 6, 1)])
+def test_masks_of_images_may_lack_the_last_axis(loss, shape):
+    """As in fit, which drops that of the outputs."""
+
+    def made():
+        keras.utils.set_random_seed(0)
+        convolution = keras.layers.Conv2D(1, 3, padding="same", activation="sigmoid")
+        return keras.Sequential([keras.Input([6, 6, 1]), convolution])
+
+    check_equals_fit(made, loss, IMAGES, PLACES.reshape(shape))
+
+
+@pytest.mark.parametrize("loss", KINDS)
+def test_outputs_may_have_no_last_axis(loss):
+    def made():
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input([4])
+        outputs = keras.layers.Dense(1, "sigmoid")(inputs)
+        return keras.Model(inputs, keras.ops.squeeze(outputs, -1))
+
+    if isinstance(loss, str) and loss.startswith("binary"):
+        loss = keras.losses.BinaryCrossentropy()  # the last layer does not say what it gives
+    for labels in (BINARY, BINARY[:, None]):
+        check_equals_fit(made, loss, FEATURES, labels)
+
+
+def check_equals_fit(made, loss, features, labels):
+    theirs, ours = made(), made()
+    theirs.compile("sgd", loss)
+    theirs.train_on_batch(features, labels)
+    step = ctl.TrainStep(ours, "sgd", loss)
+    ctl.Loop(step, (features, labels), global_batch_size=len(features)).train(1)
+    for mine, other in zip(ours.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("activation", "loss"),
+    [
+        (tf.nn.softmax, "cross_entropy"),
+        (keras.ops.softmax, keras.losses.SparseCategoricalCrossentropy(from_logits=True)),
+        (tf.sigmoid, "binary_cross_entropy"),
+    ],
+)
+def test_an_activation_of_tensorflow_is_known(activation, loss):
+    for last in (
+        [keras.layers.Dense(3, activation)],
+        [keras.layers.Dense(3), keras.layers.Activation(activation)],
+        [keras.layers.Dense(3), keras.layers.Lambda(activation)],
+    ):
+        step = ctl.TrainStep(keras.Sequential([keras.Input([4]), *last]), "sgd", loss)
+        labels = CLASSES if loss != "binary_cross_entropy" else ONE_HOT
+        with pytest.raises(UsageError, match="takes logits.* activation .*out"):
+            ctl.Loop(step, (FEATURES, labels), global_batch_size=8)
+
+
+def test_a_softmax_of_one_output_is_refused():
+    for loss in ("binary_crossentropy", "mse"):
+        step = ctl.TrainStep(model(1, "softmax"), "sgd", loss)
+        with pytest.raises(UsageError, match="ends in a softmax of 1 output .* give it a sigmoid"):
+            ctl.Loop(step, (FEATURES, BINARY), global_batch_size=8)
 
 
 def test_names_of_ctl_go_on():
