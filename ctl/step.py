@@ -234,7 +234,9 @@ class TrainStep(BaseStep):
             changed = {id(v) for v in now} ^ {id(v) for v in built}
             which = ", ".join(sorted(names[i] for i in changed)) or "their order"
             thawed = len(now) > len(built)
-            other = "make a new step and loop" if thawed else "use loop.train_only(layers)"
+            other = (
+                "make a new optimizer, step and loop" if thawed else "use loop.train_only(layers)"
+            )
             raise UsageError(
                 f"the trainable variables of model {self.model.name} have changed since the step "
                 f"was built ({which}): set layer.trainable before that, or {other}"

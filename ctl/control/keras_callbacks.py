@@ -247,7 +247,7 @@ def _check_monitored(callback: Any, step: TrainStep, evaluator: Evaluator | None
     of_evaluation = monitored.startswith("val_")
     if type(step) is not TrainStep and (evaluator is None or not of_evaluation):
         return
-    none = "" if evaluator else "; names with val_ need Loop(evaluator=…)"
+    none = "" if evaluator else "; names with val_ need Loop(evaluator=…) and train_and_evaluate(…)"
     results = evaluator.known_results(monitored.removeprefix("val_")) if evaluator else []
     known = ["loss", *step.results(), *(f"val_{name}" for name in results)]
     if of_evaluation or monitored not in TAKEN:
@@ -300,9 +300,11 @@ def counting_epochs(
     if start >= until or loop.stopped or scalars.counts_epochs:
         yield None
         return
-    scalars.begin()
-    if not callbacks and epochs is every is None:
-        yield None
+    without = not callbacks and epochs is every is None
+    scalars.begin(of_epochs=not without)
+    if without:
+        with scalars.noting_errors():
+            yield None
         return
     if callbacks:
         step.model.stop_training = False
@@ -323,7 +325,8 @@ def counting_epochs(
         scalars.counts_epochs, scalars.has_log = True, any(map(resets, loop.actions))
         try:
             counted.begin()
-            yield counted
+            with scalars.noting_errors():
+                yield counted
             if said := counted.end():
                 say(said)
         finally:

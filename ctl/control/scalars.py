@@ -3,8 +3,9 @@ epochs; and the actions between two calls of a loop, which read them from a `Sta
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ class Scalars:
         self._global_batch_size = global_batch_size
         self.extras: list[Callable[[Mapping[str, float]], Mapping[str, float]]] = []
         self.rates: Sequence[Any] = ()
-        self.counts_epochs = self.has_log = self.ended = False
+        self.counts_epochs = self.has_log = self.ended = self._failed = False
         self.latest: dict[str, float] = {}
         self._latest_of_epoch: dict[str, float] = {}
         self._totals: list[tf.Tensor] | None = None  # of the metrics, if they were read
@@ -80,10 +81,21 @@ class Scalars:
         self._epoch: _Epoch | None = None  # if it is not the window of the actions
         self.reset()
 
-    def begin(self) -> None:
-        """Begins a training, or goes on with one that has not ended."""
-        if self.ended:
+    def begin(self, of_epochs: bool) -> None:
+        """Begins a training, or goes on with one that has not ended. After an error, such as the
+        stop button of a notebook, the epoch goes on in one ``of_epochs`` alone."""
+        if self.ended or (self._failed and not of_epochs):
             self.reset()
+        self._failed = False
+
+    @contextlib.contextmanager
+    def noting_errors(self) -> Iterator[None]:
+        """Inside is a training, see `begin`."""
+        try:
+            yield
+        except BaseException:
+            self._failed = True
+            raise
 
     def reset(self) -> None:
         """Starts new windows."""

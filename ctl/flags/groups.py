@@ -467,7 +467,7 @@ def define_step_flags() -> None:
         flags.DEFINE_list(
             "class_weight",
             None,
-            "Weights of classes in the training, by number or name, e.g. 0:1,1:5 or yes:5. Other "
+            "Weights of classes in the training, by name or number, e.g. yes:5 or 0:1,1:5. Other "
             "classes have the weight 1. "
             "balanced: such that all classes have the same sum. For labels that are integers, "
             "or 0 and 1 (default: none).",
@@ -576,7 +576,8 @@ def class_weight_from(
     class_weight: list[str] | None, class_names: Sequence[str] = ()
 ) -> dict[int, float] | None:
     """Parses ``["0:1", "yes:5"]`` as the argument of `ctl.TrainStep`; None without weights.
-    ``class_names`` are in the order of their numbers.
+    ``class_names`` are in the order of their numbers. What is a name is no number: grades 3 to 7
+    have the numbers 0 to 4, and 3 is the first.
 
     Raises:
         UsageError: for other text, a class that there is not or that is named twice, and a weight
@@ -584,16 +585,17 @@ def class_weight_from(
     """
     weights: dict[int, float] = {}
     for label, weight in _weights_of_labels(class_weight).items():
-        if not label.isdecimal() and not class_names:
+        is_number = label.isdecimal() and label not in class_names
+        if not is_number and not class_names:
             raise UsageError(
                 f"--class_weight={label}:{weight:g}: the classes of the data have no names: write "
                 "their numbers, e.g. 0:1,1:5"
             )
-        if not label.isdecimal():
+        if not is_number:
             names.check_name(
                 "class of --class_weight", label, class_names, " (or their numbers, from 0)"
             )
-        number = int(label) if label.isdecimal() else [*class_names].index(label)
+        number = int(label) if is_number else [*class_names].index(label)
         if number in weights:
             raise UsageError(f"--class_weight names class {number} twice, also as {label}: once")
         weights[number] = weight

@@ -430,8 +430,11 @@ def class_weights(flags: FlagValues, prepared: Prepared) -> dict[int, float] | N
     Raises:
         UsageError: the examples of each class are not known.
     """
+    class_names = prepared.train.info.class_names
     if flags.class_weight != groups.BALANCED:
-        return groups.class_weight_from(flags.class_weight, prepared.train.info.class_names)
+        given = groups.class_weight_from(flags.class_weight, class_names)
+        _show_weights(given or {}, class_names)
+        return given
     import numpy as np
 
     from ctl.data import Augmented, InMemory
@@ -455,9 +458,17 @@ def class_weights(flags: FlagValues, prepared: Prepared) -> dict[int, float] | N
         counts = np.bincount(labels.ravel().astype(np.int64)).tolist()
     there = {label: count for label, count in enumerate(counts) if count}
     weights = {label: sum(counts) / (len(there) * count) for label, count in there.items()}
-    shown = ", ".join(f"{label}: {weight:.3g}" for label, weight in [*weights.items()][:_SHOWN])
-    logging.info("class weights: %s%s", shown, ", …" if len(weights) > _SHOWN else "")
+    _show_weights(weights, class_names)
     return weights
+
+
+def _show_weights(weights: Mapping[int, float], class_names: Sequence[str]) -> None:
+    """Says the weights of classes by their names."""
+    known = dict(enumerate(class_names))
+    shown = [f"{known.get(label, label)}: {weight:.3g}" for label, weight in weights.items()]
+    if shown:
+        said = ", ".join(shown[:_SHOWN])
+        logging.info("class weights: %s%s", said, ", …" if len(shown) > _SHOWN else "")
 
 
 def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:

@@ -62,6 +62,19 @@ def scale_images(features: Any, inputs: Sequence[keras.KerasTensor] = ()) -> Any
     return tf.nest.pack_sequence_as(features, scaled)
 
 
+def _warn_of_pairs(step: BaseStep, each: Any, batch: Any, outputs: Any) -> None:
+    """Warns once of a `loss` of the user's own that `losses.broadcasts`, which may be meant."""
+    if not step.overrides("loss") or step.broadcasts or not local_batch.has_parts(batch):
+        return
+    if losses.broadcasts(each, batch[1], outputs):
+        step.broadcasts = True
+        logging.warning(
+            "%s.loss() combines [n] with [n, 1] to [n, n], so each example meets all others: if "
+            "that is not meant, give labels and outputs one rank, such as labels[:, None]",
+            type(step).__name__,
+        )
+
+
 def _specs_of(inputs: Any) -> Any:
     """`tf.TensorSpec` of ``inputs`` for any number of examples; None unless all are [n, ...]."""
     if not all(isinstance(t, tf.Tensor) and t.shape.rank for t in tf.nest.flatten(inputs)):
@@ -189,6 +202,7 @@ class BaseStep(AutographMethods):
         count = None if self.overrides("count") else local_batch.rows(batch)
 
         def total(one: Any) -> tf.Tensor:
+            _warn_of_pairs(self, one, batch, outputs)
             one = local_batch.one_for_each_example(one, count)
             if count is not None and self.overrides("loss"):
                 local_batch.check_weights_used(one, batch, type(self).__name__)
@@ -432,6 +446,7 @@ class BaseStep(AutographMethods):
             labels.check_ids(self.model, dataset, step)
         if self.training and losses.takes_logits(loss_fn) is not None:
             labels.check_several_classes(dataset)
+            labels.check_weights_of(self.class_weight or (), self.model)
         if labels.takes_classes(loss_fn):
             labels.check_has_classes(self.model)
             labels.check_labels(labels.CROSS_ENTROPY, self.model, dataset, step)
@@ -440,10 +455,20 @@ class BaseStep(AutographMethods):
         if loss_fn not in labels.CHECKED:
             return
         if step is None and self.training:
-            labels.check_outputs(loss_fn.__name__, self.model, self.class_weight or ())
-        labels.check_labels(
-            loss_fn.__name__, self.model, dataset, step, probabilities=self.is_cross_entropy
-        )
+            labels.check_outputs(loss_fn.__name__, self.model)
+        try:
+            if self.is_cross_entropy:
+                labels.check_has_classes(self.model)
+            labels.check_labels(
+                loss_fn.__name__, self.model, dataset, step, probabilities=self.is_cross_entropy
+            )
+        except UsageError as error:
+            if self.training or not self.is_cross_entropy:
+                raise
+            raise UsageError(
+                f"{error}; the loss of the evaluation is cross_entropy: give that of the training, "
+                "EvalStep(model, loss_fn)"
+            ) from error
 
     def log(self, name: str, value: tf.Tensor | float, reduce: str = "mean") -> None:
         """Adds a scalar to the log records, from any phase. It adds no collective.

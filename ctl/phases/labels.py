@@ -29,21 +29,27 @@ _ACTIVATIONS = {
 }
 
 
-def check_outputs(loss: str, model: keras.Model, classes: Iterable[int] = ()) -> None:
+def check_weights_of(classes: Iterable[int], model: keras.Model) -> None:
+    """Raises `UsageError` if a functional or sequential ``model`` has no output for one of
+    ``classes``, which have weights in a cross entropy."""
+    shape: Any = getattr(model, "output_shape", None)
+    most = max(classes, default=0)
+    if type(shape) is tuple and len(shape) == 2 and shape[1] and most >= max(shape[1], 2):
+        raise UsageError(
+            f"class_weight has the class {most}, but the model has {shape[1]} outputs: number the "
+            "classes from 0"
+        )
+
+
+def check_outputs(loss: str, model: keras.Model) -> None:
     """Raises `UsageError` if a functional or sequential ``model`` ends in the activation that
-    ``loss`` (`CROSS_ENTROPY` or `BINARY`, which take logits) applies itself, has one output for a
-    softmax, or has no output for one of ``classes``, which have weights."""
+    ``loss`` (`CROSS_ENTROPY` or `BINARY`, which take logits) applies itself, or has one output for
+    a softmax."""
     shape: Any = getattr(model, "output_shape", None)
     if type(shape) is not tuple or not model.layers:
         return
     if loss == CROSS_ENTROPY:
         check_has_classes(model)
-    most = max(classes, default=0)
-    if len(shape) == 2 and shape[1] and most >= max(shape[1], 2):
-        raise UsageError(
-            f"class_weight has the class {most}, but the model has {shape[1]} outputs: number the "
-            "classes from 0"
-        )
     (last, applied), (activation, of_probabilities) = losses.last_of(model), _ACTIVATIONS[loss]
     if applied is getattr(keras.activations, activation):
         raise UsageError(
@@ -533,7 +539,17 @@ def _check_kind(loss: str, labels: Any, classes: int | None, probabilities: bool
     )
 
 
+def _check_numbers(labels: np.ndarray, where: str) -> None:
+    missing = np.isnan(labels) if labels.dtype.kind == "f" else np.zeros(0, bool)
+    if missing.any():
+        raise UsageError(
+            f"the label of example {_first_with(True, missing)}{where} is NaN ({missing.sum()} of "
+            f"{labels.size} are): mend the data, or leave them out"
+        )
+
+
 def _check_classes(labels: np.ndarray, classes: int, where: str) -> None:
+    _check_numbers(labels, where)
     low, high = labels.min(), labels.max()
     if labels.dtype.kind == "f" and not np.array_equal(labels, np.floor(labels)):
         raise UsageError(
@@ -555,6 +571,7 @@ def _check_classes(labels: np.ndarray, classes: int, where: str) -> None:
 def _check_binary(labels: np.ndarray, where: str) -> None:
     if labels.dtype.kind not in "iuf" or not labels.size:
         return
+    _check_numbers(labels, where)
     low, high = labels.min(), labels.max()
     if not low >= 0 <= high <= 1:
         distinct = np.unique(labels)

@@ -272,8 +272,8 @@ class Tables:
             deferred.check()
         if jit_compile and self._of:
             raise UsageError(
-                "embedding tables are trained by rows, which XLA cannot compile: give jit_compile "
-                "before the first step, or sparse_rows=off (--sparse_rows=off)"
+                "embedding tables are trained by rows, which XLA cannot compile: leave jit_compile "
+                "out, or give sparse_rows=off (--sparse_rows=off)"
             )
 
     def gradients(self, gradients: Sequence[Any], variables: Sequence[tf.Variable]) -> list[Any]:

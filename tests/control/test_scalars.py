@@ -305,6 +305,21 @@ def test_a_training_that_was_interrupted_goes_on_with_its_window():
     check(loop.train(epochs=2), 4, 8)
 
 
+@pytest.mark.parametrize("first", [{"until": 8}, {"epochs": 3}])
+def test_a_training_to_a_step_after_an_interrupted_one_has_its_own_window(first):
+    def fail(status):
+        if status.step == 6:
+            loop.actions.clear()
+            raise KeyboardInterrupt
+
+    loop = loop_of(steps_per_loop=1)
+    loop.actions.append(fail)
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(**first)
+    check(loop.train(9), 6, 9)
+    check(loop.train(11), 9, 11)
+
+
 def test_a_bar_of_ones_own_shows_what_the_log_does():
     console = Console(file=io.StringIO(), force_terminal=True, width=200)
     with Progress(console=console) as bar:

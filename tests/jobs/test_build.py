@@ -43,11 +43,16 @@ def test_each_class_has_the_same_sum():
     assert class_weights(flags("1:5"), prepared(in_memory())) == {1: 5.0}
 
 
-def test_classes_have_names():
+def test_classes_have_names(caplog):
+    caplog.set_level("INFO")
     info = DatasetInfo("table", class_names=("no", "yes", "1:2"))
     train = prepared(types.SimpleNamespace(info=info))
     assert class_weights(flags("yes:5", "2:0.5"), train) == {1: 5.0, 2: 0.5}
     assert class_weights(flags("1:2:3"), train) == {2: 3.0}
+    grades = DatasetInfo("wine", class_names=("3", "4", "5"))
+    weights = class_weights(flags("3:7", "1:2"), prepared(types.SimpleNamespace(info=grades)))
+    assert weights == {0: 7.0, 1: 2.0}
+    assert "class weights: 3: 7, 4: 2" in caplog.text
     with pytest.raises(UsageError, match="'churn': the choices are no, yes, 1:2 .or their numbers"):
         class_weights(flags("churn:2"), train)
     with pytest.raises(UsageError, match="^--class_weight names class 1 twice, also as yes"):

@@ -173,7 +173,7 @@ def test_layers_that_are_frozen_too_late(trainable):
     loop.step.model.layers[-1].trainable = trainable
     reason = (
         r"have changed since the step was built \(\S+/bias, \S+/kernel\): set layer.trainable .*"
-        + ("make a new step and loop" if trainable else r"use loop.train_only\(layers\)")
+        + ("make a new optimizer, step and loop" if trainable else r"use loop.train_only\(layers\)")
     )
     with pytest.raises(UsageError, match=reason):
         loop.train(2)
