@@ -83,14 +83,29 @@ def _why_none(data: Any) -> str:
     parts = data if isinstance(data, tuple) else data.values() if isinstance(data, dict) else ()
     for part in parts:
         if not isinstance(part, tuple | dict | np.ndarray | tf.Tensor):
-            remedy = "its to_numpy()" if hasattr(part, "to_numpy") else "numpy.asarray of it"
-            return f"the data have a {type(part).__name__} in place of an array: give {remedy}"
+            return f"the data have a {type(part).__name__} in place of an array: {_remedy(part)}"
     if isinstance(data, list) and len(data) in (2, 3):
         return "a list is not a dataset: give a tuple of arrays, (x, y)"
     return (
         f"a {kind} is not a dataset: give arrays (x, y) or (x,), a keras.utils.PyDataset, a "
         "tf.data.Dataset of global batches, or one of ctl.data"
     )
+
+
+def _remedy(part: Any) -> str:
+    """What to give in place of ``part``, which is no array."""
+    for method in ("to_numpy", "toarray"):  # of pandas and of scipy.sparse
+        if hasattr(part, method):
+            return f"give its {method}()"
+    if part is None:
+        return "leave it out"
+    if isinstance(part, tf.RaggedTensor):
+        return "give tf.data.Dataset.from_tensor_slices((x, y)).batch(…)"
+    try:
+        np.asarray(part)
+    except ValueError:
+        return "its items differ in length: pad them, with keras.utils.pad_sequences"
+    return "give numpy.asarray of it"
 
 
 def _are_arrays(data: Any) -> bool:

@@ -247,7 +247,7 @@ def _opened(path: AnyPath) -> io.TextIOWrapper:
 def _rows(path: AnyPath, file: io.TextIOWrapper) -> Iterator[Any]:
     """Yields the line and the cells of each row that is not blank."""
     first = file.readline()
-    delimiter = max(",;\t", key=first.count)
+    delimiter = max(",;\t|", key=first.count)
     reader = csv.reader(itertools.chain([first], file), delimiter=delimiter, strict=True)
     try:
         for cells in reader:
@@ -257,6 +257,17 @@ def _rows(path: AnyPath, file: io.TextIOWrapper) -> Iterator[Any]:
         raise UsageError(
             f"{path.name}, line {reader.line_num}: it cannot be read as CSV: {_cut(str(error))}"
         ) from error
+
+
+def _check_separated(table: Table) -> None:
+    """Raises `UsageError` if the only column has rows of numbers with spaces between them."""
+    columns = [*table.columns.values()]
+    words = str(columns[0][0]).split() if len(columns) == 1 and len(table) else []
+    if len(words) > 1 and all(map(_is_number, words)):
+        raise UsageError(
+            f"{table.name} has spaces between its columns: separate them by commas, semicolons, "
+            "tabs or |"
+        )
 
 
 def _is_number(text: str) -> bool:
@@ -614,6 +625,7 @@ def choose(
     if not features:
         text = any(columns[name].dtype == object for name in columns)
         command = LANGUAGE_MODEL.format(path=table.name)
+        _check_separated(table)
         words = _columns_of_words(table, labels)
         raise UsageError(
             f"{table.name} has no column of numbers but {listed(labels)}: features must be numbers"

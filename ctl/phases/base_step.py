@@ -393,6 +393,12 @@ class BaseStep(AutographMethods):
                 f"metric {self.tracked.metrics[0].name} is an attribute of the step, whose updates "
                 "by several replicas would be lost with this strategy: give it as one of metrics"
             )
+        if "loss" in [metric.name for metric in self.all_metrics()]:
+            logging.warning(
+                "%s has a metric called loss, which records have in place of the loss of the "
+                "training: give it another name, or leave it out",
+                type(self).__name__,
+            )
         metrics = [v.value for m in self.all_metrics() for v in m.variables]
         extra = [*self.tracked.extra_variables, *self.per_replica_variables.variables]
         made = values_of(self.model.variables, strategy)

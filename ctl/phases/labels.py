@@ -405,13 +405,15 @@ def check_scaled(model: keras.Model, dataset: Any, warns: bool) -> None:
         UsageError: the layer is an Embedding; or it scales 0 to 255, too.
     """
     spec, inputs = batch_spec(dataset), getattr(model, "inputs", None)
-    if not local_batch.has_parts(spec) or not inputs:
+    if not local_batch.has_parts(spec):
         return
-    for one, feature in _by_input(spec[0], inputs):
+    if warns and not inputs:
+        _warn_of_unknown(spec[0], model)
+    for one, feature in _by_input(spec[0], inputs or ()):
         if feature.dtype != tf.uint8 or not tf.as_dtype(one.dtype).is_floating:
             continue
-        for layer in _layers_that_take(one, model):
-            _check_first(layer, model)
+        for node in _first(one, model):
+            _check_first(node, model)
         if warns and feature.shape.rank == 2:
             logging.warning(
                 "features of model %s are uint8, of shape %s: ctl divides them by 255, as images; "
@@ -420,25 +422,77 @@ def check_scaled(model: keras.Model, dataset: Any, warns: bool) -> None:
             )
 
 
-def _check_first(layer: keras.Layer, model: keras.Model) -> None:
-    """Refuses a first ``layer`` that takes uint8 features as they are."""
+def _warn_of_unknown(features: Any, model: keras.Model) -> None:
+    """Warns of uint8 features of a ``model`` that does not show its graph, if a layer of it may
+    want them as they are."""
+    kinds = keras.layers.Embedding, keras.layers.Rescaling
+    taking = [layer.name for layer in replicas.layers_of(model) if isinstance(layer, kinds)]
+    found = [t for t in tf.nest.flatten(features) if t.dtype == tf.uint8]
+    if found and taking:
+        logging.warning(
+            "features of model %s are uint8, and ctl divides them by 255, as images: if layer %s "
+            "takes them as they are, give ids as int32, and images as float32",
+            *(model.name, taking[0]),
+        )
+
+
+# Layers and operations of Keras that leave the range of images as it is, but for their edges.
+_SAME_RANGE = re.compile(
+    "Random|ZeroPadding|Cropping|CenterCrop|Resizing|Reshape|Flatten|Permute|Identity|Cast|Pad$"
+)
+
+
+def _first(tensor: Any, model: Any) -> Iterator[Any]:
+    """The nodes of Keras's graph, also in models within ``model``, in which ``tensor`` gets another
+    range, as far as the graph shows them; None if it is an output of ``model`` before."""
+    if any(tensor is one for one in model.outputs):
+        yield None
+    for operation in getattr(model, "operations", model.layers):
+        for node in operation._inbound_nodes:
+            at = [n for n, one in enumerate(node.input_tensors) if one is tensor]
+            if not at:
+                continue
+            inner: Iterable[Any] = [node]
+            if isinstance(operation, keras.Sequential) or hasattr(operation, "operations"):
+                inner = list(_first(operation.inputs[at[0]], operation))
+            elif _SAME_RANGE.match(type(operation).__name__):
+                inner = [None]
+            for one in inner:
+                yield from [one] if one else _first(node.output_tensors[0], model)
+
+
+def _check_first(node: Any, model: keras.Model) -> None:
+    """Refuses a first layer or operation, that of ``node``, that takes uint8 features as they
+    are."""
+    if node is None:
+        return
+    layer = node.operation
     if isinstance(layer, keras.layers.Embedding):
         raise UsageError(
             f"layer {layer.name} of model {model.name} takes ids, and ctl divides uint8 features "
             "by 255, as images, where the input is of floats: give keras.Input(..., "
             "dtype='int32'), or ids of int32"
         )
-    known = {keras.layers.Rescaling: "scale", keras.layers.Normalization: "mean"}
-    value = next((getattr(layer, known[kind]) for kind in known if isinstance(layer, kind)), None)
-    if value is None:
-        return
-    largest = float(np.max(np.abs(keras.ops.convert_to_numpy(value))))
-    if largest < _OF_BYTES if isinstance(layer, keras.layers.Rescaling) else largest > 1.0:
+    if _takes_bytes(layer, node.arguments.args):
         raise UsageError(
             f"layer {layer.name} of model {model.name} scales features of 0 to 255, and so does "
             "ctl with uint8 features: leave the layer out, give float32 features, or let "
             "preprocess() of a step of your own (--step) return them as they are"
         )
+
+
+def _takes_bytes(layer: Any, arguments: Sequence[Any]) -> bool:
+    """Whether a layer, or an operation with ``arguments``, makes small numbers of 0 to 255."""
+    by = arguments[1] if len(arguments) > 1 and isinstance(arguments[1], int | float) else None
+    name = type(layer).__name__
+    if by and name in ("Multiply", "TrueDivide", "Divide"):
+        return abs(by if name == "Multiply" else 1 / by) < _OF_BYTES
+    known = {keras.layers.Rescaling: "scale", keras.layers.Normalization: "mean"}
+    value = next((getattr(layer, known[kind]) for kind in known if isinstance(layer, kind)), None)
+    if value is None:
+        return False
+    largest = float(np.max(np.abs(keras.ops.convert_to_numpy(value))))
+    return largest < _OF_BYTES if isinstance(layer, keras.layers.Rescaling) else largest > 1.0
 
 
 def _check_rows(ids: np.ndarray, layer: keras.layers.Embedding, feature: str, where: str) -> None:

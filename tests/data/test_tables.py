@@ -657,3 +657,12 @@ def test_damaged_records_are_named(tmp_path):
         (tmp_path / "t.tfrecord").write_bytes(damaged)
         with pytest.raises(UsageError, match="^t.tfrecord, record 1 is damaged: "):
             tables.read(tmp_path / "t.tfrecord")
+
+
+def test_columns_between_bars_and_spaces(tmp_path):
+    rows = [f"{n}|{n % 3}|{n % 2}" for n in range(9)]
+    (tmp_path / "bars.csv").write_text("\n".join(["a|b|label", *rows]))
+    assert tables.read(tmp_path / "bars.csv")["train"].columns.keys() == {"a", "b", "label"}
+    (tmp_path / "spaces.csv").write_text("\n".join(["a b label", *rows]).replace("|", "  "))
+    with pytest.raises(UsageError, match="^spaces.csv has spaces between its columns: separate"):
+        tables.choose(tables.read(tmp_path / "spaces.csv")["train"])

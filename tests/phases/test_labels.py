@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import keras
 import numpy as np
@@ -446,6 +447,62 @@ def test_bytes_are_scaled_once(kind, warnings_of):
     if kind == "an Embedding":
         loop(images, "int32").train(1)
     assert not warnings_of()
+
+
+def scaling(kind: str) -> keras.Model:
+    """A model that scales images, not as its first layer."""
+    scale, flip = keras.layers.Rescaling(1 / 255), keras.layers.RandomFlip("horizontal")
+    last = [keras.layers.Flatten(), keras.layers.Dense(3)]
+    inputs = keras.Input([4, 4, 1])
+    if kind == "after a layer":
+        return keras.Sequential([inputs, flip, keras.layers.ZeroPadding2D(), scale, *last])
+    if kind == "after a model":
+        return keras.Sequential([inputs, keras.Sequential([flip]), scale, *last])
+    if kind == "in a model":
+        return keras.Sequential([inputs, keras.Sequential([flip, scale]), *last])
+    scaled = {
+        "by an operation": lambda: inputs / 255.0,
+        "by a product": lambda: keras.ops.cast(inputs, "float32") * (1 / 255),
+        "in a functional model": lambda: keras.Model(inputs, scale(flip(inputs)))(flip(inputs)),
+        "not": lambda: flip(inputs) * 2.0 / 3.0,
+        "later": lambda: scale(keras.layers.Conv2D(1, 2)(flip(inputs))),
+    }[kind]()
+    return keras.Model(inputs, last[1](last[0](scaled)))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("after a layer", "after a model", "in a model", "by an operation", "by a product"),
+        *("in a functional model", "not", "later"),
+    ],
+)
+def test_bytes_that_a_later_layer_would_scale_again(kind):
+    images = np.zeros([8, 4, 4, 1], np.uint8)
+    step = TrainStep(scaling(kind), "sgd")
+    if kind in ("not", "later"):
+        Loop(step, (images, np.zeros(8, int)), global_batch_size=4)
+        return
+    with pytest.raises(UsageError, match="scales features of 0 to 255, and so does"):
+        Loop(step, (images, np.zeros(8, int)), global_batch_size=4)
+
+
+def test_bytes_of_a_model_that_does_not_show_its_graph(warnings_of):
+    class Words(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.table, self.last = keras.layers.Embedding(9, 2), keras.layers.Dense(3)
+
+        def call(self, ids):
+            return self.last(keras.ops.mean(self.table(ids), axis=1))
+
+    for dtype in ("uint8", "int32"):
+        ids = np.ones([8, 5], dtype)
+        Loop(TrainStep(Words(), "sgd"), (ids, np.zeros(8, int)), global_batch_size=4)
+    (said,) = warnings_of()
+    assert re.match(
+        r"features of model words\w* are uint8.*: if layer embedding\w* takes them", said
+    )
 
 
 def test_bytes_that_are_no_images_are_warned_of(warnings_of):

@@ -476,3 +476,18 @@ def test_a_result_of_one_element_is_a_number():
     step = Logs(model, "sgd", "binary_crossentropy", metrics=[f1])
     results = ctl.Loop(step, (FEATURES, BINARY.astype("float32")), global_batch_size=10).train(2)
     assert 0 < results["f1"] <= 1 and results["first"] > 0
+
+
+@pytest.mark.parametrize("name", ["loss", "mean_loss"])
+def test_a_metric_in_place_of_the_loss_is_named(name, caplog):
+    """As of Keras's tutorial of a train_step, which nobody updates here."""
+
+    class Own(ctl.TrainStep):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.loss_tracker = KERAS.Mean(name=name)
+
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
+    data = FEATURES, np.zeros(len(FEATURES), int)
+    ctl.Loop(Own(model, "sgd"), data, global_batch_size=10)
+    assert ("Own has a metric called loss, which" in caplog.text) == (name == "loss")
