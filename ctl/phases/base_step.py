@@ -472,8 +472,8 @@ class BaseStep(AutographMethods):
             if self.training or not self.is_cross_entropy:
                 raise
             raise UsageError(
-                f"{error}; the loss of the evaluation is cross_entropy: give that of the training, "
-                "EvalStep(model, loss_fn)"
+                f"{error}; if the training has another loss than cross_entropy, give it to the "
+                "EvalStep, too"
             ) from error
 
     def log(self, name: str, value: tf.Tensor | float, reduce: str = "mean") -> None:

@@ -46,7 +46,7 @@ def check_outputs(loss: str, model: keras.Model) -> None:
     ``loss`` (`CROSS_ENTROPY` or `BINARY`, which take logits) applies itself, or has one output for
     a softmax."""
     shape: Any = getattr(model, "output_shape", None)
-    if type(shape) is not tuple or not model.layers:
+    if type(shape) is not tuple or not losses.shows_its_end(model):
         return
     if loss == CROSS_ENTROPY:
         check_has_classes(model)
@@ -79,10 +79,12 @@ def check_softmax(model: keras.Model) -> None:
     """Raises `UsageError` if a functional or sequential ``model`` ends in a softmax of one output,
     which is always 1."""
     shape: Any = getattr(model, "output_shape", None)
-    if type(shape) is not tuple or len(shape) < 2 or shape[-1] != 1 or not model.layers:
+    if type(shape) is not tuple or len(shape) < 2 or shape[-1] != 1:
+        return
+    if not losses.shows_its_end(model):
         return
     last, applied = losses.last_of(model)
-    axis = getattr(last, "axis", -1) if isinstance(last, keras.layers.Softmax) else -1
+    axis = (getattr(last, "arguments", None) or {}).get("axis", getattr(last, "axis", -1))
     if applied is keras.activations.softmax and axis in (-1, len(shape) - 1):
         raise UsageError(
             f"model {model.name} ends in a softmax of 1 output (layer {last.name}), which is "
@@ -243,6 +245,8 @@ def check_labels(
         return
     if values.ndim == 2 and values.shape[1] == 1:
         values = values[:, 0]
+    if values.ndim == 2:
+        _check_sums(values, where)
     if values.ndim == 1 and values.size and outputs:
         _check_classes(values, outputs, where)
 
@@ -407,6 +411,7 @@ def check_scaled(model: keras.Model, dataset: Any, warns: bool) -> None:
     spec, inputs = batch_spec(dataset), getattr(model, "inputs", None)
     if not local_batch.has_parts(spec):
         return
+    _warn_of_images(spec, warns)
     if warns and not inputs:
         _warn_of_unknown(spec[0], model)
     for one, feature in _by_input(spec[0], inputs or ()):
@@ -420,6 +425,19 @@ def check_scaled(model: keras.Model, dataset: Any, warns: bool) -> None:
                 "to train on them as they are, give them as float32",
                 *(model.name, feature.shape),
             )
+
+
+def _warn_of_images(spec: Any, warns: bool) -> None:
+    """If it ``warns``: of labels that are the images of the features, which alone are scaled."""
+    features, labels = spec[:2]
+    both = all(isinstance(one, tf.TensorSpec) for one in (features, labels))
+    if not (warns and both and features.dtype == labels.dtype == tf.uint8):
+        return
+    if features.shape.rank > 2 and features.shape.is_compatible_with(labels.shape):
+        logging.warning(
+            "the labels are uint8 images, as the features, which ctl divides by 255: divide the "
+            "labels by 255, too"
+        )
 
 
 def _warn_of_unknown(features: Any, model: keras.Model) -> None:
@@ -593,6 +611,19 @@ def _check_kind(loss: str, labels: Any, classes: int | None, probabilities: bool
     )
 
 
+def _check_sums(labels: np.ndarray, where: str) -> None:
+    """Raises `UsageError` unless each row of ``labels`` has the probabilities of classes."""
+    _check_numbers(labels, where)
+    if (labels >= 0).all() and np.allclose(labels.sum(axis=1), 1, atol=1e-2):
+        return
+    several = np.isin(labels, (0, 1)).all()
+    raise UsageError(
+        f"labels{where} of shape [n, {labels.shape[1]}] are no probabilities of classes, which "
+        f"cross_entropy takes: for {'several classes' if several else 'numbers'}, give --loss="
+        f"{'binary_crossentropy' if several else 'mean_squared_error'} (loss_fn= in Python)"
+    )
+
+
 def _check_numbers(labels: np.ndarray, where: str) -> None:
     missing = np.isnan(labels) if labels.dtype.kind == "f" else np.zeros(0, bool)
     if missing.any():
@@ -629,8 +660,13 @@ def _check_binary(labels: np.ndarray, where: str) -> None:
     low, high = labels.min(), labels.max()
     if not low >= 0 <= high <= 1:
         distinct = np.unique(labels)
-        if labels.ndim > 1 and labels.shape[-1] > 1 and len(distinct) > 2:
+        several = labels.ndim > 1 and labels.shape[-1] > 1
+        if several and len(distinct) > 2 and np.isin(distinct, (-1, 0, 1)).all():
             remedy = "override loss() of the step, and weigh the labels that are known"
+        elif labels.dtype == np.uint8 and labels.ndim > 2 and len(distinct) > 2:
+            remedy = "divide them by 255, as ctl does with uint8 features"
+        elif several and len(distinct) > 2:
+            remedy = "for numbers, give --loss=mean_squared_error (loss_fn= in Python)"
         elif len(distinct) <= 2:
             remedy = f"make 0 and 1 of them: labels == {high:g}"
         elif np.array_equal(distinct, np.floor(distinct)):

@@ -97,6 +97,7 @@ BROADCASTS = (
     "the outputs"
 )
 
+_OF_AXES = (keras.losses.Dice, keras.losses.Tversky)
 _SPARSE = ("sparse_categorical_crossentropy", "sparsecategoricalcrossentropy")
 
 
@@ -124,7 +125,7 @@ def per_example(loss_fn: Any, model: Any = None) -> Any:
             "out, and give such examples weight 0, and a class that there is; of places, [n, t], "
             "override loss() of the step, and weigh them there"
         )
-    if isinstance(loss_fn, keras.losses.Dice | keras.losses.Tversky) and loss_fn.axis is None:
+    if isinstance(loss_fn, _OF_AXES) and loss_fn.axis is None:
         kind = type(loss_fn).__name__
         raise UsageError(
             f"loss_fn {kind} sums over the examples of a batch: give it the axes of one example, "
@@ -204,7 +205,7 @@ def gives_logits(model: Any) -> bool | None:
     """Whether the last layer of ``model`` is linear; False if it is a softmax or sigmoid. None for
     any other layer, and unless the model is sequential, or functional with one output."""
     of_one = isinstance(model, keras.Sequential) or type(_output_shape(model)) is tuple
-    if not of_one or not model.layers:
+    if not of_one or not shows_its_end(model):
         return None
     last, applied = last_of(model)
     if applied in (keras.activations.softmax, keras.activations.sigmoid):
@@ -216,6 +217,13 @@ def gives_logits(model: Any) -> bool | None:
 def _output_shape(model: Any) -> Any:
     """None where it is not known."""
     return getattr(model, "output_shape", None)
+
+
+def shows_its_end(model: Any) -> bool:
+    """Whether the last layer of a functional or sequential ``model`` gives its outputs: a subclass
+    may do more in ``call``."""
+    call = getattr(type(model).call, "__qualname__", "")
+    return bool(model.layers) and call in ("Functional.call", "Sequential.call")
 
 
 def last_of(model: Any) -> tuple[Any, Any]:
@@ -246,6 +254,8 @@ def of_each(loss: keras.losses.Loss, labels: Any, outputs: Any) -> tf.Tensor:
     mask = _mask_of(outputs)
     known = all(isinstance(t, tf.Tensor) and t.shape.rank is not None for t in (labels, outputs))
     if known and type(loss).__module__.startswith("keras.") and type(loss) not in _UNLIKE:
+        if isinstance(loss, _OF_AXES) and outputs.shape.rank - labels.shape.rank == 1:
+            labels = labels[..., tf.newaxis]  # their axes are those of the outputs
         labels, outputs = in_one_rank(labels, outputs)
         if labels.shape.rank == outputs.shape.rank == 1:  # Keras takes the mean over the last axis
             labels, outputs = labels[:, tf.newaxis], outputs[:, tf.newaxis]
@@ -266,7 +276,11 @@ _MASKED = (
 
 
 def _mask_of(outputs: Any) -> Any:
-    return getattr(outputs, "_keras_mask", None)
+    """That of the places of ``outputs``; a layer that pools may leave one of its inputs."""
+    mask = getattr(outputs, "_keras_mask", None)
+    if mask is None or mask.shape.rank is None or outputs.shape.rank is None:
+        return mask
+    return mask if mask.shape.is_compatible_with(outputs.shape[: mask.shape.rank]) else None
 
 
 def of_function(function: Callable[..., Any], labels: Any, outputs: Any) -> Any:

@@ -108,8 +108,8 @@ def from_name(name: str, logits: bool | None = None, loss_fn: Any = None) -> ker
             f"metric {name} needs arguments: give an object of keras.metrics "
             "(--metrics=package.module:function, which makes it)"
         ) from error
-    except ValueError:
-        found = None
+    except ValueError:  # some functions have no name there
+        found = getattr(keras.metrics, name, None)
     if found is None:
         close = difflib.get_close_matches(name, [*ACCURACY, *dir(keras.metrics)], n=1)
         meant = _OF_OTHERS.get(name.lower()) or (close and close[0])
@@ -239,10 +239,17 @@ def makes_variables_late(metric: keras.metrics.Metric) -> bool:
     return not metric.variables or not getattr(metric, "_built", True)
 
 
+def _is_of_keras(metric: keras.metrics.Metric) -> bool:
+    """Whether the class of ``metric`` is none of the user's, which may take anything."""
+    return type(metric).__module__.startswith("keras.")
+
+
 def _check_takes_classes(metric: keras.metrics.Metric) -> None:
     """Raises `UsageError` if ``metric`` takes one-hot labels: of classes [n], it would take some
     for those of a class, or fail."""
     kind = type(metric).__name__
+    if not _is_of_keras(metric):
+        return
     given = "multi_label" if getattr(metric, "multi_label", False) else ""
     given = "class_id" if getattr(metric, "class_id", None) is not None else given
     if type(metric) in (keras.metrics.IoU, keras.metrics.MeanIoU) and metric.sparse_y_pred:
@@ -273,8 +280,7 @@ def make_variables(metric: keras.metrics.Metric, labels: Any, outputs: Any) -> N
 def as_taken(metric: keras.metrics.Metric, labels: Any, outputs: Any) -> tuple[Any, Any]:
     """Labels and outputs, for a metric of Keras in one rank, as the losses get them. Some would
     compare [n] with [n, 1] to [n, n]."""
-    kind = type(metric)
-    if kind is keras.metrics.MeanMetricWrapper or not kind.__module__.startswith("keras."):
+    if type(metric) is keras.metrics.MeanMetricWrapper or not _is_of_keras(metric):
         return labels, outputs
     return losses.in_one_rank(labels, outputs)
 
@@ -282,14 +288,15 @@ def as_taken(metric: keras.metrics.Metric, labels: Any, outputs: Any) -> tuple[A
 def update_metric(metric: keras.metrics.Metric, labels: Any, outputs: Any, weights: Any) -> None:
     """Updates ``metric``. Raises `UsageError` if it is one of Keras that takes other shapes."""
     labels, outputs = as_taken(metric, labels, outputs)
-    of_each = isinstance(metric, (keras.metrics.AUC, *_THRESHOLD, *_COUNTS, *_OF_PROBABILITIES))
+    kinds = (keras.metrics.AUC, *_THRESHOLD, *_COUNTS, *_OF_PROBABILITIES)
+    of_each = isinstance(metric, kinds) and _is_of_keras(metric)
     ranks = [getattr(getattr(each, "shape", None), "rank", None) for each in (labels, outputs)]
     try:
         if of_each and None not in ranks and ranks[0] != ranks[1]:  # not seen in some graphs
             raise ValueError("one label for each output")
         with_autograph(metric.update_state)(labels, outputs, sample_weight=weights)
     except ValueError as error:
-        if not type(metric).__module__.startswith("keras."):
+        if not _is_of_keras(metric):
             raise
         two = of_each and list(outputs.shape[1:]) == [2] and labels.shape.rank == 1
         raise UsageError(

@@ -510,3 +510,45 @@ def test_bytes_that_are_no_images_are_warned_of(warnings_of):
     table = np.arange(32, dtype=np.uint8).reshape(8, 4)
     Loop(TrainStep(model, "sgd"), (table, np.zeros(8, int)), global_batch_size=4)
     assert warnings_of()[0].startswith(f"features of model {model.name} are uint8, of shape")
+
+
+@pytest.mark.parametrize("kind", ["arrays", "tf.data"])
+def test_labels_of_one_column_for_each_class(kind):
+    """Probabilities are taken, also as floats that are one-hot; other numbers are named."""
+    random = np.random.default_rng(0)
+    shares = random.uniform(0.1, 1, [8, 3]).astype("float32")
+    shares /= shares.sum(axis=1, keepdims=True)
+    several = np.array([[1, 1, 0]] * 8, "float32")
+    numbers = random.normal(size=(8, 3)).astype("float32")
+
+    def loop(labels):
+        arrays = np.zeros([8, 4], np.float32), labels
+        data = arrays if kind == "arrays" else tf.data.Dataset.from_tensor_slices(arrays).batch(4)
+        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3)])
+        return Loop(TrainStep(model, "sgd"), data, global_batch_size=4)
+
+    loop(shares).train(1)
+    loop(np.eye(3, dtype="float32")[[0, 1, 2, 0, 1, 2, 0, 1]]).train(1)
+    with pytest.raises(UsageError, match="no probabilities .*: for several .* --loss=binary_cross"):
+        loop(several)
+    with pytest.raises(UsageError, match="no probabilities .*: for numbers, give --loss=mean_squa"):
+        loop(numbers)
+    if kind == "arrays":
+        with pytest.raises(UsageError, match="several classes in one example.*binary_crossentropy"):
+            loop(several.astype(int))
+    missing = shares.copy()
+    missing[5] = np.nan
+    if kind == "arrays":
+        with pytest.raises(UsageError, match="^the label of example 5 is NaN"):
+            loop(missing)
+
+
+def test_images_as_labels(warnings_of):
+    images = np.arange(8 * 4, dtype=np.uint8).reshape(8, 2, 2, 1) * 7
+    model = keras.Sequential([keras.Input([2, 2, 1]), keras.layers.Conv2D(1, 1)])
+    Loop(TrainStep(model, "sgd", "mse"), (images, images), global_batch_size=4)
+    assert "the labels are uint8 images, as the features" in warnings_of()[0]
+    model = keras.Sequential([keras.Input([2, 2, 1]), keras.layers.Conv2D(1, 1)])
+    with pytest.raises(UsageError, match="binary_cross_entropy takes 0 and 1.*: divide them by 25"):
+        step = TrainStep(model, "sgd", "binary_cross_entropy")
+        Loop(step, (images, images), global_batch_size=4)

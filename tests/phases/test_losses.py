@@ -336,6 +336,49 @@ def test_an_activation_of_tensorflow_is_known(activation, loss):
             ctl.Loop(step, (FEATURES, labels), global_batch_size=8)
 
 
+def test_a_softmax_over_places_is_taken():
+    inputs = keras.Input([5, 4])
+    scores = keras.layers.Dense(1)(inputs)
+    for weights in (
+        keras.ops.softmax(scores, axis=1),
+        keras.layers.Softmax(axis=1)(scores),
+        keras.layers.Lambda(tf.nn.softmax, arguments={"axis": 1})(scores),
+    ):
+        step = ctl.TrainStep(keras.Model(inputs, weights), "sgd", "mse")
+        data = RANDOM.normal(size=(8, 5, 4)).astype("float32"), np.ones([8, 5, 1], "float32")
+        ctl.Loop(step, data, global_batch_size=8).train(1)
+
+
+@pytest.mark.parametrize("labels", [(32, 6, 6), (32, 6, 6, 1)])
+def test_dice_of_masks(labels):
+    def made():
+        keras.utils.set_random_seed(0)
+        convolution = keras.layers.Conv2D(1, 3, padding="same", activation="sigmoid")
+        return keras.Sequential([keras.Input([6, 6, 1]), convolution])
+
+    theirs, ours = made(), made()
+    theirs.compile("sgd", keras.losses.Dice(axis=(1, 2, 3)))
+    theirs.train_on_batch(IMAGES, PLACES[..., None])
+    step = ctl.TrainStep(ours, "sgd", keras.losses.Dice(axis=(1, 2, 3)))
+    ctl.Loop(step, (IMAGES, PLACES.reshape(labels)), global_batch_size=32).train(1)
+    for mine, other in zip(ours.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-6)
+
+
+def test_a_functional_model_that_does_more_in_call():
+    class More(keras.Model):
+        def __init__(self):
+            inputs = keras.Input([4])
+            super().__init__(inputs, keras.layers.Dense(1)(inputs))
+
+        def call(self, inputs):
+            return keras.ops.sigmoid(super().call(inputs))
+
+    assert losses.gives_logits(More()) is None
+    step = ctl.TrainStep(More(), "sgd", keras.losses.BinaryCrossentropy())
+    ctl.Loop(step, (FEATURES, BINARY), global_batch_size=8).train(1)
+
+
 def test_a_softmax_of_one_output_is_refused():
     for loss in ("binary_crossentropy", "mse"):
         step = ctl.TrainStep(model(1, "softmax"), "sgd", loss)

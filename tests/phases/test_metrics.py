@@ -491,3 +491,31 @@ def test_a_metric_in_place_of_the_loss_is_named(name, caplog):
     data = FEATURES, np.zeros(len(FEATURES), int)
     ctl.Loop(Own(model, "sgd"), data, global_batch_size=10)
     assert ("Own has a metric called loss, which" in caplog.text) == (name == "loss")
+
+
+def test_classes_of_the_user_get_what_the_step_has():
+    """A subclass may make one-hot labels and classes of what it gets, as in fit."""
+
+    class OfClass(KERAS.Recall):
+        def update_state(self, labels, outputs, sample_weight=None):
+            labels = keras.ops.one_hot(labels, 2)
+            super().update_state(labels, outputs, sample_weight)
+
+    class OfSecond(KERAS.AUC):
+        def update_state(self, labels, outputs, sample_weight=None):
+            super().update_state(labels, outputs[:, 1], sample_weight)
+
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2, "softmax")])
+    classes = BINARY[:, 0].astype("int64")
+    made = [OfClass(class_id=1, name="of_class"), OfSecond(name="of_second")]
+    step = ctl.EvalStep(model, "sparse_categorical_crossentropy", made)
+    found = ctl.Evaluator(step, (FEATURES, classes)).run()
+    recall, auc = KERAS.Recall(class_id=1), KERAS.AUC()
+    recall.update_state(np.eye(2)[classes], model(FEATURES))
+    auc.update_state(classes, model(FEATURES)[:, 1])
+    assert found["of_class"] == pytest.approx(float(recall.result()))
+    assert found["of_second"] == pytest.approx(float(auc.result()))
+
+
+def test_a_function_that_keras_cannot_look_up():
+    assert metrics.from_name("log_cosh").name == "log_cosh"
