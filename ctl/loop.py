@@ -616,10 +616,10 @@ class Loop:
 
     @contextlib.contextmanager
     def _saving_changes(self, step: int) -> Iterator[None]:
-        """Inside, ``step`` is evaluated. Saves it again if actions or callbacks have changed it."""
-        followed = self.eval_actions or any(getattr(w, "callbacks", ()) for w in self.watchers)
+        """Inside, ``step`` is evaluated. Saves it again if that has changed it: actions, callbacks,
+        and layers that draw random numbers in an evaluation, too, as an LSTM with dropout."""
         chief_saves = bool(self.checkpoints) and self._is_chief
-        unchanged = self.state.now() if chief_saves and followed else None
+        unchanged = self.state.now() if chief_saves else None
         yield
         changed = bool(unchanged and not unchanged())
         if self.checkpoints and workers.any_of(self.strategy, changed):

@@ -23,9 +23,11 @@ from helpers import (
 from ctl.base.actions import Every
 from ctl.base.durable import Lock
 from ctl.checkpoint import CheckpointManager
+from ctl.control.evaluator import Evaluator
 from ctl.data import Augmented, GlobalBatches, InMemory
 from ctl.errors import CheckpointError, DivergedError, UsageError
 from ctl.loop import Loop, Steps
+from ctl.phases.base_step import EvalStep
 from ctl.schedule import make_schedule
 from ctl.step import TrainStep
 
@@ -177,6 +179,34 @@ def test_resumed_equals_uninterrupted_bit_for_bit(mirrored, tmp_path, replicas, 
     assert_same(bits(second), want)
     assert second.steps.run.experimental_get_tracing_count() == 1
     second.checkpoints.close()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("kind", [keras.layers.LSTM, keras.layers.GRU])
+def test_layers_that_draw_in_an_evaluation_too(mirrored, tmp_path, kind, replicas):
+    random = np.random.default_rng(0)
+    data = random.normal(size=(32, 5, 3)).astype("float32"), random.integers(0, 2, 32)
+    strategy = mirrored(replicas)
+
+    def loop(directory):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            layers = [keras.Input([5, 3]), kind(4, dropout=0.5), keras.layers.Dense(2)]
+            model = keras.Sequential(layers)
+            step = TrainStep(model, keras.optimizers.SGD(0.1), random_seed=1)
+            evaluator = Evaluator(EvalStep(model), data, strategy=strategy)
+        options = {"evaluator": evaluator, "checkpoints": str(tmp_path / directory)}
+        made = Loop(step, data, global_batch_size=8, strategy=strategy, **options)
+        made.restore()
+        return made
+
+    straight = loop("straight")
+    straight.train_and_evaluate(8, evaluate_every=4)
+    loop("resumed").train_and_evaluate(4, evaluate_every=4)
+    resumed = loop("resumed")
+    assert resumed.global_step == 4
+    resumed.train_and_evaluate(8, evaluate_every=4)
+    assert_same(bits(resumed), bits(straight))
 
 
 @pytest.mark.slow
