@@ -21,7 +21,7 @@ from ctl.errors import CheckpointError
 from ctl.phases.optimizers import slots_of
 from ctl.phases.shards import Split
 from ctl.phases.sparse_rows import Table, tables_of
-from ctl.schedule.patience import with_memory
+from ctl.schedule.patience import forget, with_memory
 from ctl.step import TrainStep
 
 _EVALUATED = ("model", "step", "ema", "counters")  # what an evaluation reads, of all models
@@ -42,6 +42,7 @@ class TrainState:
 
     def __init__(self, step: TrainStep, dataset: Dataset, eval_actions: Sequence[Any]):
         self._step, self._dataset, self._eval_actions = step, dataset, eval_actions
+        forget(eval_actions)
 
     def variables(self, stand_ins: Mapping[int, Any] = _NONE) -> dict[str, list[Any]]:
         """Returns the current variables, by group. Per-replica values are as of `collect`.

@@ -46,7 +46,7 @@ def check_outputs(loss: str, model: keras.Model) -> None:
     ``loss`` (`CROSS_ENTROPY` or `BINARY`, which take logits) applies itself, or has one output for
     a softmax."""
     shape: Any = getattr(model, "output_shape", None)
-    if type(shape) is not tuple or not losses.shows_its_end(model):
+    if type(shape) is not tuple or not losses.calls_its_graph(model):
         return
     if loss == CROSS_ENTROPY:
         check_has_classes(model)
@@ -81,7 +81,7 @@ def check_softmax(model: keras.Model) -> None:
     shape: Any = getattr(model, "output_shape", None)
     if type(shape) is not tuple or len(shape) < 2 or shape[-1] != 1:
         return
-    if not losses.shows_its_end(model):
+    if not losses.calls_its_graph(model):
         return
     last, applied = losses.last_of(model)
     axis = (getattr(last, "arguments", None) or {}).get("axis", getattr(last, "axis", -1))
@@ -168,7 +168,7 @@ def check_features(model: keras.Model, dataset: Any) -> None:
         model: checked only if it is functional or sequential.
         dataset: checked if its batches are ``(features, labels)``, with or without weights.
     """
-    inputs = getattr(model, "inputs", None)
+    inputs = getattr(model, "inputs", None) if losses.calls_its_graph(model) else None
     batch = batch_spec(dataset)
     if not inputs or not local_batch.has_parts(batch):
         return
@@ -337,7 +337,7 @@ def check_ids(model: keras.Model, dataset: Any, step: int | None = None) -> None
     sequential ``model`` has an id outside of it. See `check_labels`; without ``step``, features are
     checked if they are in memory."""
     batch, where = _examples(dataset, step)
-    inputs = getattr(model, "inputs", None)
+    inputs = getattr(model, "inputs", None) if losses.calls_its_graph(model) else None
     if not isinstance(batch, tuple | list) or not inputs:
         return
     for one, ids in _by_input(batch[0], inputs):
@@ -408,7 +408,8 @@ def check_scaled(model: keras.Model, dataset: Any, warns: bool) -> None:
     Raises:
         UsageError: the layer is an Embedding; or it scales 0 to 255, too.
     """
-    spec, inputs = batch_spec(dataset), getattr(model, "inputs", None)
+    spec = batch_spec(dataset)
+    inputs = getattr(model, "inputs", None) if losses.calls_its_graph(model) else None
     if not local_batch.has_parts(spec):
         return
     _warn_of_images(spec, warns)
@@ -418,7 +419,7 @@ def check_scaled(model: keras.Model, dataset: Any, warns: bool) -> None:
         if feature.dtype != tf.uint8 or not tf.as_dtype(one.dtype).is_floating:
             continue
         for node in _first(one, model):
-            _check_first(node, model)
+            _check_first(node, model, warns)
         if warns and feature.shape.rank == 2:
             logging.warning(
                 "features of model %s are uint8, of shape %s: ctl divides them by 255, as images; "
@@ -456,13 +457,15 @@ def _warn_of_unknown(features: Any, model: keras.Model) -> None:
 
 # Layers and operations of Keras that leave the range of images as it is, but for their edges.
 _SAME_RANGE = re.compile(
-    "Random|ZeroPadding|Cropping|CenterCrop|Resizing|Reshape|Flatten|Permute|Identity|Cast|Pad$"
+    "Random|ZeroPadding|Cropping|CenterCrop|Resizing|Reshape|Flatten|Permute|Identity|Cast|Pad$|"
+    "GetItem|Stack|AutoContrast|Solarization|RandAugment"
 )
 
 
 def _first(tensor: Any, model: Any) -> Iterator[Any]:
-    """The nodes of Keras's graph, also in models within ``model``, in which ``tensor`` gets another
-    range, as far as the graph shows them; None if it is an output of ``model`` before."""
+    """The nodes of Keras's graph, also in models within ``model``, up to those in which ``tensor``
+    gets another range, as far as the graph shows them; None if it is an output of ``model``
+    before."""
     if any(tensor is one for one in model.outputs):
         yield None
     for operation in getattr(model, "operations", model.layers):
@@ -474,17 +477,30 @@ def _first(tensor: Any, model: Any) -> Iterator[Any]:
             if isinstance(operation, keras.Sequential) or hasattr(operation, "operations"):
                 inner = list(_first(operation.inputs[at[0]], operation))
             elif _SAME_RANGE.match(type(operation).__name__):
-                inner = [None]
+                inner = [node, None]
             for one in inner:
                 yield from [one] if one else _first(node.output_tensors[0], model)
 
 
-def _check_first(node: Any, model: keras.Model) -> None:
+def _warn_of_range(layer: Any) -> None:
+    """Warns of a layer that changes images of 0 to 255, as which it would take those of 0 to 1."""
+    most = getattr(layer, "value_range", None)
+    if isinstance(most, tuple | list) and max(most) > 1:
+        logging.warning(
+            "layer %s takes images of 0 to %g (its value_range), and ctl gives uint8 images as 0 "
+            "to 1: make it with value_range=(0, 1)",
+            *(layer.name, max(most)),
+        )
+
+
+def _check_first(node: Any, model: keras.Model, warns: bool) -> None:
     """Refuses a first layer or operation, that of ``node``, that takes uint8 features as they
     are."""
     if node is None:
         return
     layer = node.operation
+    if warns:
+        _warn_of_range(layer)
     if isinstance(layer, keras.layers.Embedding):
         raise UsageError(
             f"layer {layer.name} of model {model.name} takes ids, and ctl divides uint8 features "
@@ -501,10 +517,12 @@ def _check_first(node: Any, model: keras.Model) -> None:
 
 def _takes_bytes(layer: Any, arguments: Sequence[Any]) -> bool:
     """Whether a layer, or an operation with ``arguments``, makes small numbers of 0 to 255."""
-    by = arguments[1] if len(arguments) > 1 and isinstance(arguments[1], int | float) else None
-    name = type(layer).__name__
+    by, name = arguments[1] if len(arguments) > 1 else None, type(layer).__name__
+    by = float(np.max(np.abs(by))) if isinstance(by, int | float | np.ndarray | tf.Tensor) else None
     if by and name in ("Multiply", "TrueDivide", "Divide"):
-        return abs(by if name == "Multiply" else 1 / by) < _OF_BYTES
+        return (by if name == "Multiply" else 1 / by) < _OF_BYTES
+    if by and name in ("Add", "Subtract"):
+        return by > 1
     known = {keras.layers.Rescaling: "scale", keras.layers.Normalization: "mean"}
     value = next((getattr(layer, known[kind]) for kind in known if isinstance(layer, kind)), None)
     if value is None:

@@ -205,7 +205,7 @@ def gives_logits(model: Any) -> bool | None:
     """Whether the last layer of ``model`` is linear; False if it is a softmax or sigmoid. None for
     any other layer, and unless the model is sequential, or functional with one output."""
     of_one = isinstance(model, keras.Sequential) or type(_output_shape(model)) is tuple
-    if not of_one or not shows_its_end(model):
+    if not of_one or not calls_its_graph(model):
         return None
     last, applied = last_of(model)
     if applied in (keras.activations.softmax, keras.activations.sigmoid):
@@ -219,9 +219,9 @@ def _output_shape(model: Any) -> Any:
     return getattr(model, "output_shape", None)
 
 
-def shows_its_end(model: Any) -> bool:
-    """Whether the last layer of a functional or sequential ``model`` gives its outputs: a subclass
-    may do more in ``call``."""
+def calls_its_graph(model: Any) -> bool:
+    """Whether a ``model`` is functional or sequential, and does what its layers do: a subclass may
+    do more in ``call``."""
     call = getattr(type(model).call, "__qualname__", "")
     return bool(model.layers) and call in ("Functional.call", "Sequential.call")
 

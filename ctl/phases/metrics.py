@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from ctl.base.autograph import with_autograph
 from ctl.errors import UsageError
@@ -278,11 +279,16 @@ def make_variables(metric: keras.metrics.Metric, labels: Any, outputs: Any) -> N
 
 
 def as_taken(metric: keras.metrics.Metric, labels: Any, outputs: Any) -> tuple[Any, Any]:
-    """Labels and outputs, for a metric of Keras in one rank, as the losses get them. Some would
-    compare [n] with [n, 1] to [n, n]."""
+    """Labels and outputs, for a metric of Keras in one rank: labels that lack the last axis of the
+    outputs, if that is 1, get it. Some would compare [n] with [n, 1] to [n, n]."""
     if type(metric) is keras.metrics.MeanMetricWrapper or not _is_of_keras(metric):
         return labels, outputs
-    return losses.in_one_rank(labels, outputs)
+    wanted, there = (
+        getattr(getattr(each, "shape", None), "rank", None) for each in (outputs, labels)
+    )
+    if there and wanted and wanted - there == 1 and outputs.shape[-1] == 1:
+        return labels[..., tf.newaxis], outputs
+    return labels, outputs
 
 
 def update_metric(metric: keras.metrics.Metric, labels: Any, outputs: Any, weights: Any) -> None:

@@ -146,6 +146,15 @@ def usual_best(evaluator: Any) -> str:
     return "loss"
 
 
+def forget(actions: Iterable[Any]) -> None:
+    """Lets those of ``actions`` that an earlier training has left with a memory begin anew."""
+    for action in actions:
+        owner = getattr(action, "__self__", action)
+        patience = getattr(owner, "_patience", owner)  # of a schedule
+        if isinstance(patience, Patience) and "memory" in vars(patience):
+            patience.memory.assign(_Memory())
+
+
 def with_memory(actions: Iterable[Any]) -> list[Any]:
     """Those of ``actions`` that are, or are methods of, what remembers evaluations."""
     owners = [getattr(action, "__self__", action) for action in actions]

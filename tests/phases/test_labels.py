@@ -552,3 +552,22 @@ def test_images_as_labels(warnings_of):
     with pytest.raises(UsageError, match="binary_cross_entropy takes 0 and 1.*: divide them by 25"):
         step = TrainStep(model, "sgd", "binary_cross_entropy")
         Loop(step, (images, images), global_batch_size=4)
+
+
+def test_layers_of_0_to_255_are_warned_of(warnings_of):
+    for options in ({}, {"value_range": (0, 1)}):
+        bright = keras.layers.RandomBrightness(0.2, name="bright", **options)
+        layers = [keras.Input([2, 2, 1]), bright, keras.layers.Flatten(), keras.layers.Dense(3)]
+        data = np.ones([8, 2, 2, 1], np.uint8), np.zeros(8, int)
+        Loop(TrainStep(keras.Sequential(layers), "sgd"), data, global_batch_size=4)
+        assert len(warnings_of()) == 1
+    assert warnings_of()[0].startswith("layer bright takes images of 0 to 255 (its value_range)")
+
+
+def test_images_that_a_backbone_standardizes_itself():
+    inputs = keras.Input([4, 4, 3])
+    standardized = keras.applications.resnet50.preprocess_input(inputs)
+    outputs = keras.layers.Dense(3)(keras.layers.Flatten()(standardized))
+    step = TrainStep(keras.Model(inputs, outputs), "sgd")
+    with pytest.raises(UsageError, match="scales features of 0 to 255, and so does"):
+        Loop(step, (np.zeros([8, 4, 4, 3], np.uint8), np.zeros(8, int)), global_batch_size=4)

@@ -278,3 +278,20 @@ def test_a_plateau_in_a_graph_of_ones_own():
     for step in range(2):
         schedule.evaluated(step, {"loss": 1.0})
     assert float(rate()) == 0.25
+
+
+def test_another_training_begins_without_the_memory_of_the_first(tmp_path):
+    """As in a loop over folds; a resume has it."""
+    stop = EarlyStopping("loss", 1, min_delta=100.0)
+
+    def loop():
+        return make_loop(eval_actions=[stop], directory=tmp_path, evaluate=20, seed=0)
+
+    first = loop()
+    first.train_and_evaluate(6, evaluate_every=2)
+    ended = first.global_step
+    assert ended == 4 and first.stopped
+    first.checkpoints.close()
+    second = loop()
+    assert not stop.memory.numpy()[0]
+    assert second.restore().stopped and stop.memory.numpy()[0]
