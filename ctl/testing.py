@@ -134,7 +134,8 @@ class _Training:
             loop = _made(self.make, self.replicas, checkpoints, seed=_SEED + 1)
             assert self.loop.dataset.fingerprint() == loop.dataset.fingerprint(), (
                 "make() gives other batches each time it is called: give their shuffle a seed, as "
-                "in dataset.shuffle(1000, seed=1), and random numbers of NumPy, too"
+                "in dataset.shuffle(1000, seed=1), and random numbers of NumPy, too; call "
+                "tf.random.set_seed(1) before it, with which TensorFlow combines the seed"
             )
             loop.restore()
             checkpoints.close()

@@ -30,6 +30,7 @@ from ctl.phases.checks import (
     replaces_loss,
     warn_of_compiled,
 )
+from ctl.phases.labels import check_ends
 from ctl.phases.logged import TAKEN, Logged, Rows
 from ctl.phases.metrics import (
     as_taken,
@@ -159,6 +160,8 @@ class BaseStep(AutographMethods):
         inputs = self.preprocess(features)
         self.input_specs = _specs_of(inputs)
         outputs = self.model(inputs, training=self.training)
+        if self.training:
+            check_ends(self.loss_fn, self.model, outputs)
         if isinstance(self.loss_fn, keras.losses.Loss):
             each = losses.of_each(self.loss_fn, labels, outputs)
         else:

@@ -387,8 +387,9 @@ def translate_trace_errors(step: Any) -> Iterator[None]:
             raise
         raise UsageError(
             f"{type(step).__name__} makes a variable while it is traced: make layers and variables "
-            "in __init__. keras.random makes one where no seed is given: give it seed=self.seed(), "
-            "or a keras.random.SeedGenerator made in __init__"
+            "in __init__. keras.random makes one where no seed is given: call "
+            "tf.random.stateless_normal(shape, self.seed()), or give keras.random a "
+            "SeedGenerator made in __init__"
         ) from error
 
 

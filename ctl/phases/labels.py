@@ -59,6 +59,9 @@ def check_outputs(loss: str, model: keras.Model) -> None:
         )
 
 
+# What may be beyond 0 and 1 in labels that are computed.
+_ROUNDING = 1e-4
+
 # The factor of a layer that takes 0 to 255 is below this.
 _OF_BYTES = 0.05
 
@@ -67,12 +70,30 @@ def check_has_classes(model: keras.Model) -> None:
     """Raises `UsageError` if a functional or sequential ``model`` has one output, for a cross
     entropy of classes."""
     shape: Any = getattr(model, "output_shape", None)
-    if type(shape) is tuple and shape[-1] == 1:
+    if type(shape) is tuple:
+        _check_several(model, shape)
+
+
+def _check_several(model: keras.Model, shape: Sequence[int | None]) -> None:
+    if shape[-1] == 1:
         raise UsageError(
             f"model {model.name} has 1 output, whose softmax is always 1: a cross entropy of "
             "classes would train nothing; for two classes, give --loss=binary_crossentropy, or "
             "the model 2 outputs; for numbers, --loss=mean_squared_error (loss_fn= in Python)"
         )
+
+
+def check_ends(loss_fn: Any, model: keras.Model, outputs: Any) -> None:
+    """As `check_outputs` and `check_has_classes`, of any model, by the ``outputs`` of its call."""
+    if losses.takes_logits(loss_fn) and hasattr(outputs, "_keras_logits"):  # what Keras goes by
+        raise UsageError(
+            f"model {model.name} ends in a softmax or sigmoid, and the loss takes logits, to which "
+            "it applies that itself: leave the activation out, or give a loss of Keras that takes "
+            "probabilities, such as keras.losses.SparseCategoricalCrossentropy()"
+        )
+    shape = getattr(outputs, "shape", None)
+    if losses.is_sparse(loss_fn) and isinstance(shape, tf.TensorShape) and shape.rank:
+        _check_several(model, shape)
 
 
 def check_softmax(model: keras.Model) -> None:
@@ -135,6 +156,12 @@ def check_from_logits(loss_fn: Any, model: keras.Model) -> None:
         model: checked only if it is functional or sequential.
     """
     takes, gives = losses.takes_logits(loss_fn), losses.gives_logits(model)
+    if gives and isinstance(loss_fn, losses.OF_AXES):
+        raise UsageError(
+            f"loss_fn {type(loss_fn).__name__} takes probabilities, and model {model.name} ends in "
+            f"logits (layer {losses.last_of(model)[0].name} has no activation): give it a sigmoid "
+            "or softmax"
+        )
     if takes is None or gives is None or takes == gives:
         return
     last, applied = losses.last_of(model)
@@ -157,7 +184,7 @@ def takes_classes(loss_fn: Any) -> bool:
 def takes_binary(loss_fn: Any) -> bool:
     """Whether ``loss_fn`` is one of Keras's cross entropies of two classes, whose labels are from 0
     to 1."""
-    return losses.is_binary(loss_fn) and loss_fn.__module__.startswith("keras.")
+    return losses.is_binary(loss_fn) and loss_fn is not losses.binary_cross_entropy
 
 
 def check_features(model: keras.Model, dataset: Any) -> None:
@@ -676,11 +703,13 @@ def _check_binary(labels: np.ndarray, where: str) -> None:
         return
     _check_numbers(labels, where)
     low, high = labels.min(), labels.max()
-    if not low >= 0 <= high <= 1:
+    if low < -_ROUNDING or high > 1 + _ROUNDING:
         distinct = np.unique(labels)
         several = labels.ndim > 1 and labels.shape[-1] > 1
         if several and len(distinct) > 2 and np.isin(distinct, (-1, 0, 1)).all():
             remedy = "override loss() of the step, and weigh the labels that are known"
+        elif np.array_equal(distinct, (-1, 0, 1)):
+            remedy = "make 0 and 1 of them, also in examples of weight 0"
         elif labels.dtype == np.uint8 and labels.ndim > 2 and len(distinct) > 2:
             remedy = "divide them by 255, as ctl does with uint8 features"
         elif several and len(distinct) > 2:

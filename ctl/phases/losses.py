@@ -97,7 +97,7 @@ BROADCASTS = (
     "the outputs"
 )
 
-_OF_AXES = (keras.losses.Dice, keras.losses.Tversky)
+OF_AXES = (keras.losses.Dice, keras.losses.Tversky)
 _SPARSE = ("sparse_categorical_crossentropy", "sparsecategoricalcrossentropy")
 
 
@@ -125,7 +125,7 @@ def per_example(loss_fn: Any, model: Any = None) -> Any:
             "out, and give such examples weight 0, and a class that there is; of places, [n, t], "
             "override loss() of the step, and weigh them there"
         )
-    if isinstance(loss_fn, _OF_AXES) and loss_fn.axis is None:
+    if isinstance(loss_fn, OF_AXES) and loss_fn.axis is None:
         kind = type(loss_fn).__name__
         raise UsageError(
             f"loss_fn {kind} sums over the examples of a batch: give it the axes of one example, "
@@ -197,7 +197,10 @@ def is_sparse(loss_fn: Any) -> bool:
 
 
 def _name_of(loss_fn: Any) -> str:
+    """That of a loss of ctl or Keras; the user's may mean anything by theirs."""
     function = getattr(loss_fn, "func", loss_fn)  # of a `functools.partial`
+    if not str(getattr(function, "__module__", "")).startswith(("keras.", "ctl.")):
+        return ""
     return getattr(function, "__name__", type(function).__name__).lower()
 
 
@@ -254,7 +257,7 @@ def of_each(loss: keras.losses.Loss, labels: Any, outputs: Any) -> tf.Tensor:
     mask = _mask_of(outputs)
     known = all(isinstance(t, tf.Tensor) and t.shape.rank is not None for t in (labels, outputs))
     if known and type(loss).__module__.startswith("keras.") and type(loss) not in _UNLIKE:
-        if isinstance(loss, _OF_AXES) and outputs.shape.rank - labels.shape.rank == 1:
+        if isinstance(loss, OF_AXES) and outputs.shape.rank - labels.shape.rank == 1:
             labels = labels[..., tf.newaxis]  # their axes are those of the outputs
         labels, outputs = in_one_rank(labels, outputs)
         if labels.shape.rank == outputs.shape.rank == 1:  # Keras takes the mean over the last axis
@@ -291,12 +294,23 @@ def of_function(function: Callable[..., Any], labels: Any, outputs: Any) -> Any:
             or gives a loss for each place.
     """
     mask = _mask_of(outputs)
-    losses = with_autograph(function)(*in_one_rank(labels, outputs))
     module = str(getattr(getattr(function, "func", function), "__module__", ""))
+    labels, outputs = in_one_rank(labels, outputs)
+    if module.startswith("keras."):
+        _check_broadcast(labels, outputs)
+    losses = with_autograph(function)(labels, outputs)
     places = isinstance(losses, tf.Tensor) and losses.shape.rank not in (None, 0, 1)
     if mask is not None and (places or module.startswith(("keras.", __name__))):
         raise UsageError(_MASKED)
     return losses
+
+
+def _check_broadcast(labels: Any, outputs: Any) -> None:
+    """Raises `UsageError` if one output would meet several labels."""
+    shapes = [getattr(each, "shape", None) for each in (labels, outputs)]
+    known = all(isinstance(shape, tf.TensorShape) and shape.rank == 2 for shape in shapes)
+    if known and outputs.shape[1] == 1 and (labels.shape[1] or 1) > 1:
+        _check_alike(labels, outputs)
 
 
 def in_one_rank(labels: Any, outputs: Any) -> tuple[Any, Any]:

@@ -371,7 +371,9 @@ def test_a_monitored_name_that_no_log_will_have_is_refused(callback, says):
 def test_a_loop_without_evaluator_logs_nothing_as_val():
     loop = make()
     loop.evaluator = None
-    says = "'val_los': the choices are loss, .*; names with val_ need Loop.evaluator=…. and train_and_evaluate.….$"
+    says = (
+        "'val_los': the choices are loss, .*; names with val_ need Loop.evaluator=…. and train_and"
+    )
     with pytest.raises(UsageError, match=says):
         loop.train(4, callbacks=[of_keras.EarlyStopping("val_los")])
 

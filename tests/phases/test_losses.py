@@ -379,6 +379,63 @@ def test_a_functional_model_that_does_more_in_call():
     ctl.Loop(step, (FEATURES, BINARY), global_batch_size=8).train(1)
 
 
+class Subclassed(keras.Model):
+    def __init__(self, outputs, activation=None):
+        super().__init__()
+        self.dense = keras.layers.Dense(outputs, activation)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+
+def test_subclassed_models_end_as_their_calls_do():
+    sparse = keras.losses.SparseCategoricalCrossentropy
+    for made, loss, says in (
+        (Subclassed(3, "softmax"), "cross_entropy", "ends in a softmax or sigmoid, and the loss"),
+        (Subclassed(3, "softmax"), sparse(from_logits=True), "ends in a softmax or sigmoid"),
+        (Subclassed(1, "sigmoid"), "binary_cross_entropy", "ends in a softmax or sigmoid"),
+        (Subclassed(1), "cross_entropy", "has 1 output, whose softmax is always 1"),
+    ):
+        labels = CLASSES if loss != "binary_cross_entropy" else BINARY
+        loop = ctl.Loop(ctl.TrainStep(made, "sgd", loss), (FEATURES, labels), global_batch_size=8)
+        with pytest.raises(UsageError, match=says):
+            loop.train(1)
+    for made, loss, labels in (
+        (Subclassed(3, "softmax"), sparse(), CLASSES),
+        (Subclassed(3), "cross_entropy", CLASSES),
+        (Subclassed(1), "binary_cross_entropy", BINARY),
+    ):
+        step = ctl.TrainStep(made, "sgd", loss)
+        ctl.Loop(step, (FEATURES, labels), global_batch_size=8).train(1)
+
+
+def test_names_of_losses_of_the_user_mean_nothing():
+    def cross_entropy(labels, outputs):
+        return -tf.reduce_sum(labels * tf.nn.log_softmax(outputs), axis=-1)
+
+    step = ctl.TrainStep(model(), "sgd", cross_entropy, metrics=["categorical_accuracy"])
+    ctl.Loop(step, (FEATURES, ONE_HOT), global_batch_size=8).train(1)
+
+
+def test_labels_of_several_columns_need_as_many_outputs():
+    for loss in (keras.losses.mean_squared_error, keras.losses.huber, "mae"):
+        step = ctl.TrainStep(model(1), "sgd", loss)
+        with pytest.raises(UsageError, match="do not fit outputs of shape"):
+            ctl.Loop(step, (FEATURES, ONE_HOT), global_batch_size=8).train(1)
+
+
+def test_dice_takes_no_logits():
+    step = ctl.TrainStep(model(), "sgd", keras.losses.Dice(axis=1))
+    with pytest.raises(UsageError, match="Dice takes probabilities, and model .* give it a sigmoi"):
+        ctl.Loop(step, (FEATURES, ONE_HOT), global_batch_size=8)
+
+
+def test_labels_may_be_rounded():
+    labels = BINARY * np.float32(1.0000001) - np.float32(1e-9)
+    step = ctl.TrainStep(model(1), "sgd", "binary_cross_entropy")
+    ctl.Loop(step, (FEATURES, labels), global_batch_size=8).train(1)
+
+
 def test_a_softmax_of_one_output_is_refused():
     for loss in ("binary_crossentropy", "mse"):
         step = ctl.TrainStep(model(1, "softmax"), "sgd", loss)
