@@ -143,6 +143,8 @@ class Files:
                     self._last_column = choice.labels[0]
                 if hint := tables.comma_hint(whole, f"{path.name}: "):
                     logging.warning("%s", hint)
+                if features is None and (hint := tables.typing_hint(whole, choice)):
+                    logging.warning("%s", hint)
                 if features is None and (hint := tables.words_hint(whole, choice)):
                     logging.info("%s: %s", path.name, hint)
             self._whole, self._missing, self._is_of_model = whole, missing, bool(known["features"])

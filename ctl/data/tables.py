@@ -793,9 +793,10 @@ def check(table: Table, choice: Choice, chosen_for_it: bool = True) -> None:
     for name in choice.features:
         column = table.columns[name]
         if column.dtype == object and name not in choice.words:
+            other = "leave it out of --features, or " if chosen_for_it else ""
             raise UsageError(
-                f"{_first_text(table, name)}, and features must be numbers: leave it out of "
-                "--features, or make numbers of it"
+                f"{_first_text(table, name)}, and features must be numbers: {other}make numbers of "
+                "it"
             )
         if column.ndim > 1 and len(choice.features) > 1:
             raise UsageError(
@@ -941,6 +942,18 @@ def _flag(names: Iterable[str]) -> str:
     joined_names = ",".join(names)
     is_short = joined_names.isprintable() and len(joined_names) <= _MOST_PASTED
     return f": --features={shlex.quote(joined_names)}" if joined_names and is_short else ""
+
+
+def typing_hint(table: Table, choice: Choice) -> str:
+    """Which column is text, and so no feature, because of a few cells among numbers; "" for
+    none."""
+    for name, column in table.columns.items():
+        if column.dtype != object or name in (*choice.features, *choice.labels):
+            continue
+        wrong = sum(not _is_number(text) for text in column[:_ROWS_AT_ONCE] if text)
+        if wrong <= 0.1 * min(len(column), _ROWS_AT_ONCE):
+            return f"{_first_text(table, name)}, where others are numbers, so it is no feature"
+    return ""
 
 
 def comma_hint(table: Table, before: str = "; ") -> str:

@@ -71,6 +71,15 @@ def test_images_that_differ_in_size_are_resized(tmp_path, caplog):
     assert load(files, "train").info.image_shape == (8, 8, 3)
 
 
+def test_a_cell_of_text_among_numbers_is_named(tmp_path, caplog):
+    rows = [f"{n},{n % 7},{n % 2}" for n in range(30)]
+    rows[4] = "4,N.N.,0"
+    (tmp_path / "t.csv").write_text("\n".join(["age,rooms,label", *rows]))
+    assert Files(tmp_path / "t.csv").schema["features"] == ("age",)
+    wanted = "t.csv, line 6: 'rooms' is 'N.N.', where others are numbers, so it is no feature"
+    assert wanted in caplog.text
+
+
 def test_colours_are_found_among_grey_images(tmp_path, caplog):
     """Also where every second one is grey."""
     for number in range(40):
