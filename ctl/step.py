@@ -142,7 +142,8 @@ class TrainStep(BaseStep):
         if on_nan not in ("stop", "skip"):
             raise UsageError(f"on_nan is {on_nan!r}; it must be 'stop' or 'skip'")
         self.optimizer = from_name(optimizer, self.model)
-        self.class_weight = class_weight and sample_weights.checked_classes(class_weight)
+        given = class_weight is not None
+        self.class_weight = sample_weights.checked_classes(class_weight) if given else None
         self.clip_norm = checked("clip_norm", clip_norm)
         self.accumulate_steps = checked("accumulate_steps", accumulate_steps)
         self.ema_decay = checked("ema_decay", ema_decay)

@@ -98,6 +98,8 @@ def on_replica(dataset: Dataset, element: Any, resident: Any) -> Any:
 
 def check_batch_size(global_batch_size: int, num_examples: int, training: bool) -> None:
     """Raises `UsageError` if the examples do not make one batch."""
+    if not hasattr(global_batch_size, "__index__"):
+        raise UsageError(f"global_batch_size must be a whole number, not {global_batch_size!r}")
     if global_batch_size < 1:
         raise UsageError(f"the global batch size must be at least 1, not {global_batch_size}")
     if num_examples < 1:

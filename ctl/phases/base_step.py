@@ -446,6 +446,8 @@ class BaseStep(AutographMethods):
             labels.check_one_output(loss_fn, self.given_metrics, self.model)
         if loss_fn not in labels.CHECKED:
             labels.check_from_logits(self.loss_fn, self.model)
+        if loss_fn.__module__.startswith(("keras.", losses.__name__)):
+            labels.check_no_text(dataset)
         if self.training:
             labels.check_softmax(self.model)
         if not self.overrides("preprocess"):

@@ -37,9 +37,10 @@ _CONTRACTS = {
 
 def check_arguments(evaluator: Any, checkpoints: Any, schedule: Any, **actions: Any) -> None:
     """Refuses a wrong kind of argument of `ctl.Loop`."""
-    if schedule is not None and not callable(schedule):
+    if schedule is not None and (not callable(schedule) or not _takes_one(schedule)):
+        what = getattr(schedule, "__name__", None) or repr(schedule)
         raise UsageError(
-            f"schedule is {schedule!r}: give a function of the step, such as "
+            f"schedule is {what}: give a function of the step, such as "
             "ctl.schedule.Cosine(…), or the rate to the optimizer"
         )
     if evaluator is not None and not hasattr(evaluator, "run"):
@@ -53,8 +54,30 @@ def check_arguments(evaluator: Any, checkpoints: Any, schedule: Any, **actions: 
             f"checkpoints is {checkpoints!r}: give a directory, or ctl.CheckpointManager(directory)"
         )
     for name, value in actions.items():
+        given = value if isinstance(value, Sequence) else ()
+        if any(isinstance(one, keras.callbacks.Callback) for one in (*given, value)):
+            raise UsageError(f"{name} has callbacks of Keras: give train(callbacks=[…]) these")
         if not isinstance(value, Sequence) or not all(map(callable, value)):
             raise UsageError(f"{name} must be a list of functions, not {value!r}")
+    for one in actions.get("actions", ()):
+        if hasattr(type(one), "evaluated"):
+            kind = type(one).__name__
+            raise UsageError(
+                f"actions has {kind}, which needs evaluations: give it in eval_actions"
+            )
+
+
+def _takes_one(function: Any) -> bool:
+    """Whether ``function`` takes the step, and no more. True if that is not known."""
+    if isinstance(function, type):
+        return False
+    try:
+        inspect.signature(function).bind(0)
+    except TypeError:
+        return False
+    except ValueError:  # of a function in C
+        return True
+    return True
 
 
 def check_step_kind(step: Any, kind: type, takes: str) -> None:
@@ -99,6 +122,8 @@ def check_loss_and_metrics(loss_fn: Any, **metrics: Any) -> None:
         for metric in given if listed else [given]:
             if not (listed and isinstance(metric, keras.metrics.Metric)):
                 wrapped = "; of a function, give keras.metrics.MeanMetricWrapper(function, name)"
+                if isinstance(metric, type):
+                    wrapped = f"; make an object of the class: {metric.__name__}(…)"
                 raise UsageError(
                     f"{argument} must be a list of names, such as ['accuracy'], or of "
                     f"keras.metrics.Metric objects; got {metric!r}"

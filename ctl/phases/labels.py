@@ -93,6 +93,11 @@ def check_ends(loss_fn: Any, model: keras.Model, outputs: Any) -> None:
         )
     shape = getattr(outputs, "shape", None)
     if losses.is_sparse(loss_fn) and isinstance(shape, tf.TensorShape) and shape.rank:
+        if shape.rank == 1:
+            raise UsageError(
+                f"model {model.name} gives outputs [n], and the loss takes one for each class, [n, "
+                "classes]: give the last layer an output for each"
+            )
         _check_several(model, shape)
 
 
@@ -185,6 +190,16 @@ def takes_binary(loss_fn: Any) -> bool:
     """Whether ``loss_fn`` is one of Keras's cross entropies of two classes, whose labels are from 0
     to 1."""
     return losses.is_binary(loss_fn) and loss_fn is not losses.binary_cross_entropy
+
+
+def check_no_text(dataset: Any) -> None:
+    """Raises `UsageError` if labels are text, for a loss of numbers."""
+    spec = batch_spec(dataset)
+    if local_batch.has_parts(spec) and getattr(spec[1], "dtype", None) == tf.string:
+        raise UsageError(
+            "the labels are text, and the loss takes numbers: give y.astype('float32') of text "
+            "that spells them, or number the classes from 0"
+        )
 
 
 def check_features(model: keras.Model, dataset: Any) -> None:

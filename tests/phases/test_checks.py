@@ -15,6 +15,8 @@ from ctl.data.dataset import DatasetInfo
 from ctl.errors import UsageError
 from ctl.loop import Loop
 from ctl.phases.base_step import EvalStep
+from ctl.schedule import Cosine
+from ctl.schedule.patience import EarlyStopping
 from ctl.step import TrainStep
 
 
@@ -46,7 +48,7 @@ class NotForXla(keras.constraints.Constraint):
     [
         (
             {"step_class": Unseeded},
-            r"^Unseeded makes a variable while it is traced: .* give it seed=self.seed\(\), or",
+            r"^Unseeded makes a variable while it is traced: .* call tf.random.stateless_normal",
         ),
         (
             {"model": lambda: network(layers.Dense(3, kernel_constraint=NotForXla()))},
@@ -374,3 +376,41 @@ def test_an_evaluation_that_was_given_no_loss_does_not_take_another_in_silence(c
         Loop(step, (features, classes), global_batch_size=16, evaluator=evaluator)
         assert ("the loss of the evaluation" in caplog.text) == bool(name)
         assert f"that of the training is {name}" in caplog.text or not name
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"actions": [keras.callbacks.EarlyStopping()]}, r"give train\(callbacks=\[…\]\) these"),
+        ({"eval_actions": [keras.callbacks.History()]}, r"give train\(callbacks=\[…\]\) these"),
+        ({"actions": [EarlyStopping("loss", 2)]}, "needs evaluations: give it in eval_actions"),
+        ({"schedule": Cosine}, "^schedule is Cosine: give a function of the step"),
+        ({"schedule": lambda epoch, rate: rate}, "^schedule is <lambda>: give a function of the s"),
+        ({"global_batch_size": "16"}, "^global_batch_size must be a whole number, not '16'$"),
+        ({"global_batch_size": 16.0}, "^global_batch_size must be a whole number, not 16.0$"),
+    ],
+)
+def test_arguments_of_loops_of_the_wrong_kind(options, says):
+    with pytest.raises(UsageError, match=says):
+        Loop(TrainStep(mlp(), "sgd"), examples(32), **({"global_batch_size": 8} | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "labels", "says"),
+    [
+        ({"metrics": [keras.metrics.AUC]}, None, r"make an object of the class: AUC\(…\)$"),
+        ({"class_weight": np.ones(3)}, None, "^class_weight must be a dict such as"),
+        ({"loss_fn": "mse"}, "text", "^the labels are text, and the loss takes numbers"),
+        ({}, "vector", "gives outputs .n., and the loss takes one for each class"),
+    ],
+)
+def test_arguments_of_steps_of_the_wrong_kind(options, labels, says):
+    features, classes = examples(32)
+    model = mlp()
+    if labels == "vector":
+        inputs = keras.Input([FEATURES])
+        model = keras.Model(inputs, keras.ops.sum(layers.Dense(3)(inputs), axis=-1))
+    with pytest.raises(UsageError, match=says):
+        step = TrainStep(model, "sgd", **options)
+        data = features, classes.astype(str) if labels == "text" else classes
+        Loop(step, data, global_batch_size=8).train(1)
