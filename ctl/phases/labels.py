@@ -517,7 +517,8 @@ def _first(tensor: Any, model: Any) -> Iterator[Any]:
                 continue
             inner: Iterable[Any] = [node]
             if isinstance(operation, keras.Sequential) or hasattr(operation, "operations"):
-                inner = list(_first(operation.inputs[at[0]], operation))
+                taken = operation.inputs[at[0] : at[0] + 1]
+                inner = [one for within in taken for one in _first(within, operation)]
             elif _SAME_RANGE.match(type(operation).__name__):
                 inner = [node, None]
             for one in inner:

@@ -283,12 +283,14 @@ def as_taken(metric: keras.metrics.Metric, labels: Any, outputs: Any) -> tuple[A
     outputs, if that is 1, get it. Some would compare [n] with [n, 1] to [n, n]."""
     if type(metric) is keras.metrics.MeanMetricWrapper or not _is_of_keras(metric):
         return labels, outputs
-    wanted, there = (
-        getattr(getattr(each, "shape", None), "rank", None) for each in (outputs, labels)
-    )
+    there, wanted = _ranks(labels, outputs)
     if there and wanted and wanted - there == 1 and outputs.shape[-1] == 1:
         return labels[..., tf.newaxis], outputs
     return labels, outputs
+
+
+def _ranks(*tensors: Any) -> list[int | None]:
+    return [getattr(getattr(each, "shape", None), "rank", None) for each in tensors]
 
 
 def update_metric(metric: keras.metrics.Metric, labels: Any, outputs: Any, weights: Any) -> None:
@@ -296,9 +298,9 @@ def update_metric(metric: keras.metrics.Metric, labels: Any, outputs: Any, weigh
     labels, outputs = as_taken(metric, labels, outputs)
     kinds = (keras.metrics.AUC, *_THRESHOLD, *_COUNTS, *_OF_PROBABILITIES)
     of_each = isinstance(metric, kinds) and _is_of_keras(metric)
-    ranks = [getattr(getattr(each, "shape", None), "rank", None) for each in (labels, outputs)]
+    there, wanted = _ranks(labels, outputs)
     try:
-        if of_each and None not in ranks and ranks[0] != ranks[1]:  # not seen in some graphs
+        if of_each and there and wanted and there < wanted:  # which some graphs do not see
             raise ValueError("one label for each output")
         with_autograph(metric.update_state)(labels, outputs, sample_weight=weights)
     except ValueError as error:
