@@ -174,6 +174,7 @@ def main() -> None:
     named.step_class(FLAGS.step)  # what is wrong is said before data are loaded
     named.check_metrics(FLAGS.metrics)
     found = _found()
+    _check_columns(found)
     dataset, files = load_evaluation_data(FLAGS, found, needs_labels=not FLAGS.predictions)
     logging.info("evaluation data: %s", dataset.description)
     check_classes(FLAGS, dataset)
@@ -194,6 +195,17 @@ def _found() -> dict[str, Any]:
         if FLAGS.model_dir
         else found_beside(FLAGS.model)
     )
+
+
+def _check_columns(found: dict[str, Any]) -> None:
+    """Raises `UsageError` if flags name other columns than those that the model was trained on."""
+    for name in ("features", "labels"):
+        given = FLAGS[name].value or []
+        if found.get(name) and FLAGS[name].present and [*given] != [*found[name]]:
+            raise UsageError(
+                f"--{name}={','.join(given)} has no effect: the model was trained with the {name} "
+                f"{', '.join(map(str, found[name]))[:200]}: leave it out"
+            )
 
 
 def _make_evaluator(dataset: Any, strategy: tf.distribute.Strategy, frozen: list[str]) -> Evaluator:

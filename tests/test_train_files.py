@@ -59,6 +59,13 @@ def test_a_table(zygote, table, tmp_path):
     assert json.loads(shown.stdout)["accuracy"] == 1  # its one class is the second
     model = tf.keras.models.load_model(exported)
     assert model(np.float32([[1e6, 0], [1e6, 4]])).numpy().argmax(1).tolist() == [0, 1]
+    wrong = ["--features=width", "--labels=height"]
+    refused = zygote.run(EVALUATE, run, f"--dataset={other}", *wrong, exit_code=2)
+    says = "--features=width has no effect: the model was trained with the features height, width"
+    assert last_line(refused).startswith(says)
+    same = ["--features=height,width", "--labels=kind"]
+    shown = zygote.run(EVALUATE, run, f"--dataset={other}", *same, "--json")
+    assert json.loads(shown.stdout)["accuracy"] == 1
     other.write_text("width,height\n4,1e6\n0,1e6\n")  # no classes
     out, report = f"--predictions={tmp_path}/out.csv", f"--report={tmp_path}"
     zygote.run(EVALUATE, run, f"--dataset={other}", out)

@@ -624,13 +624,16 @@ def choose(
         features = deep if len(deep) == 1 else features
     if not features:
         text = any(columns[name].dtype == object for name in columns)
+        numbers = [name for name in labels if columns[name].dtype != object]
+        but = f" but {listed(numbers)}" if numbers else ""
         command = LANGUAGE_MODEL.format(path=table.name)
         _check_separated(table)
         words = _columns_of_words(table, labels)
         raise UsageError(
-            f"{table.name} has no column of numbers but {listed(labels)}: features must be numbers"
+            f"{table.name} has no column of numbers{but}: features must be numbers"
             f"{f', or words that you name{_flag(words)}' if words else ''}"
             f"{f'; for a language model of its text, give {command}' if text else ''}"
+            f"{'; for another task, --dataset=file.py:function of your own' if text else ''}"
             f"{comma_hint(table)}"
         )
     if both := {*features} & {*labels}:

@@ -169,6 +169,7 @@ def test_which_columns_are_used(columns, options, chosen):
         ("a s", {"features": ["aa"]}, "^--features: t.csv has no column 'aa'; it has a, s$"),
         ("a s", {"labels": ["x\033"]}, r"^--labels: t.csv has no column 'x\\x1b'; it has a, s$"),
         ("s label", {}, "no column of numbers but label: features must be numbers"),
+        ("s", {"labels": ["s"]}, "t.csv has no column of numbers: features .* a language model"),
         ("a", {"features": ["a"]}, "no column for labels"),
         (
             "a b k",
