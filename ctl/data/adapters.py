@@ -65,7 +65,8 @@ def _why_none(data: Any) -> str:
             f"a {kind} is distributed already: give the tf.data.Dataset of global batches, which "
             "the loop distributes"
         )
-    if isinstance(data, Iterator) or inspect.isgeneratorfunction(data):
+    of_python = isinstance(data, Iterator) and not isinstance(data, tf.data.Iterator)
+    if of_python or inspect.isgeneratorfunction(data):
         return (
             f"a {kind} is not a dataset: give tf.data.Dataset.from_generator(a function that "
             "yields examples, output_signature=…).batch(…)"

@@ -446,7 +446,8 @@ class BaseStep(AutographMethods):
             labels.check_one_output(loss_fn, self.given_metrics, self.model)
         if loss_fn not in labels.CHECKED:
             labels.check_from_logits(self.loss_fn, self.model)
-        if loss_fn.__module__.startswith(("keras.", losses.__name__)):
+        of_numbers = losses.takes_logits(loss_fn) is None
+        if of_numbers and loss_fn.__module__.startswith(("keras.", losses.__name__)):
             labels.check_no_text(dataset)
         if self.training:
             labels.check_softmax(self.model)

@@ -60,7 +60,7 @@ def check_arguments(evaluator: Any, checkpoints: Any, schedule: Any, **actions: 
         if not isinstance(value, Sequence) or not all(map(callable, value)):
             raise UsageError(f"{name} must be a list of functions, not {value!r}")
     for one in actions.get("actions", ()):
-        if hasattr(type(one), "evaluated"):
+        if hasattr(type(one), "memory"):
             kind = type(one).__name__
             raise UsageError(
                 f"actions has {kind}, which needs evaluations: give it in eval_actions"
