@@ -567,7 +567,8 @@ def _image_shape(path: AnyPath, images: AnyPath | image_tars.Index) -> tuple[int
             shapes.append(tuple(tf.io.decode_image(data, expand_animations=False).shape))
     if not shapes:  # `ImageFolder` says what is missing
         return (*_SIZE, 3)
-    colours = [shape[2] >= 3 for shape in shapes]
+    colours = {shape[2] >= 3 for shape in shapes}
+    said = "are in colour" if all(colours) else "some are in colour" if any(colours) else "are grey"
     sizes = {shape[:2] for shape in shapes}
     shape = (*(sizes.pop() if len(sizes) == 1 else _SIZE), 3 if any(colours) else 1)
     logging.info(
@@ -575,11 +576,7 @@ def _image_shape(path: AnyPath, images: AnyPath | image_tars.Index) -> tuple[int
         "--image_shape=HEIGHT,WIDTH,CHANNELS gives another shape",
         *(path, *shape, len(shapes)),
         "differ in size" if sizes else "have this size",
-        "are grey"
-        if not any(colours)
-        else "are in colour"
-        if all(colours)
-        else "some are in colour",
+        said,
     )
     return shape
 

@@ -953,8 +953,10 @@ def typing_hint(table: Table, choice: Choice) -> str:
     for name, column in table.columns.items():
         if column.dtype != object or name in (*choice.features, *choice.labels):
             continue
-        wrong = sum(not _is_number(text) for text in column[:_ROWS_AT_ONCE] if text)
-        if wrong <= 0.1 * min(len(column), _ROWS_AT_ONCE):
+        looked_at = column[:_ROWS_AT_ONCE]
+        few = len(looked_at) // 10
+        wrong = (text for text in looked_at if text and not _is_number(text))
+        if 0 < len([*itertools.islice(wrong, few + 1)]) <= few:
             return f"{_first_text(table, name)}, where others are numbers, so it is no feature"
     return ""
 

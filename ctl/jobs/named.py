@@ -17,8 +17,7 @@ from absl import logging
 from ctl import step as steps
 from ctl.base.names import check_loss_name, is_function_name
 from ctl.base.remote import StorePath
-from ctl.base.tf_internals import pipeline
-from ctl.data import Dataset, Tokenizer, as_dataset
+from ctl.data import Dataset, GlobalBatches, Tokenizer, as_dataset
 from ctl.errors import UsageError
 from ctl.flags.imports import find
 from ctl.phases import losses
@@ -178,8 +177,8 @@ def datasets(
             f"the dataset {name!r} makes batches of {size} examples: give "
             f"--global_batch_size={size}, or make them of global_batch_size"
         )
-    if batches:
-        size = pipeline(made[0]).batch or global_batch_size
+    if batches and isinstance(train, GlobalBatches):
+        size = train.pipeline.batch or global_batch_size
         if size != global_batch_size:
             logging.warning(
                 "the dataset %r makes batches of %d examples, not of --global_batch_size=%d",

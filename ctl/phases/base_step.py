@@ -447,7 +447,7 @@ class BaseStep(AutographMethods):
         if loss_fn not in labels.CHECKED:
             labels.check_from_logits(self.loss_fn, self.model)
         of_numbers = losses.takes_logits(loss_fn) is None
-        if of_numbers and loss_fn.__module__.startswith(("keras.", losses.__name__)):
+        if of_numbers and losses.is_of_library(loss_fn):
             labels.check_no_text(dataset)
         if self.training:
             labels.check_softmax(self.model)

@@ -76,7 +76,7 @@ def _takes_one(function: Any) -> bool:
     except TypeError:
         return False
     except ValueError:  # of a function in C
-        return True
+        pass
     return True
 
 

@@ -134,7 +134,7 @@ def check_one_output(loss_fn: Any, metrics: Sequence[keras.metrics.Metric], mode
     outputs = getattr(model, "output", None)
     if not isinstance(outputs, dict | list | tuple) or len(outputs) == 1:
         return
-    if loss_fn.__module__.startswith(("keras.", losses.__name__)):
+    if losses.is_of_library(loss_fn):
         raise UsageError(f"model {model.name} has {len(outputs)} outputs: {losses.SEVERAL}")
     of_one = [metric for metric in metrics if not _is_of_user(metric)]
     if of_one:

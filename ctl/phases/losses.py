@@ -196,11 +196,20 @@ def is_sparse(loss_fn: Any) -> bool:
     return _name_of(loss_fn) in ("cross_entropy", *_SPARSE)
 
 
+def is_of_library(loss_fn: Any) -> bool:
+    """Whether a loss, or what a `functools.partial` calls, is one of this module or of Keras."""
+    return _module_of(loss_fn).startswith(("keras.", __name__))
+
+
+def _module_of(loss_fn: Any) -> str:
+    return str(getattr(getattr(loss_fn, "func", loss_fn), "__module__", ""))
+
+
 def _name_of(loss_fn: Any) -> str:
     """That of a loss of ctl or Keras; the user's may mean anything by theirs."""
-    function = getattr(loss_fn, "func", loss_fn)  # of a `functools.partial`
-    if not str(getattr(function, "__module__", "")).startswith(("keras.", "ctl.")):
+    if not is_of_library(loss_fn):
         return ""
+    function = getattr(loss_fn, "func", loss_fn)  # of a `functools.partial`
     return getattr(function, "__name__", type(function).__name__).lower()
 
 
@@ -294,13 +303,12 @@ def of_function(function: Callable[..., Any], labels: Any, outputs: Any) -> Any:
             or gives a loss for each place.
     """
     mask = _mask_of(outputs)
-    module = str(getattr(getattr(function, "func", function), "__module__", ""))
     labels, outputs = in_one_rank(labels, outputs)
-    if module.startswith("keras."):
+    if _module_of(function).startswith("keras."):
         _check_broadcast(labels, outputs)
     losses = with_autograph(function)(labels, outputs)
     places = isinstance(losses, tf.Tensor) and losses.shape.rank not in (None, 0, 1)
-    if mask is not None and (places or module.startswith(("keras.", __name__))):
+    if mask is not None and (places or is_of_library(function)):
         raise UsageError(_MASKED)
     return losses
 

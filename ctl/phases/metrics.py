@@ -146,8 +146,9 @@ def takes_logits(metric: keras.metrics.Metric) -> bool | None:
     ``from_logits`` or, if it has a threshold by default, one of 1/2. None for all others, such as
     those whose thresholds were given, which may be meant for any outputs."""
     kind = type(metric)
-    of_keras = kind.__module__.startswith("keras.")
-    if not of_keras or kind is keras.metrics.MeanMetricWrapper:  # whose config warns of a lambda
+    if (
+        not _is_of_keras(metric) or kind is keras.metrics.MeanMetricWrapper
+    ):  # whose config warns of a lambda
         return None
     config = metric.get_config()
     if "from_logits" in config:
@@ -175,11 +176,11 @@ def check_given(metrics: Sequence[keras.metrics.Metric], loss_fn: Any, model: An
         kind, wanted = type(metric).__name__, takes_logits(metric)
         if losses.is_sparse(loss_fn):
             _check_takes_classes(metric)
-        if isinstance(metric, _OF_ONE_HOT) and losses.is_sparse(loss_fn):
-            raise UsageError(
-                f"metric {metric.name} takes one-hot labels, and the loss takes classes: give "
-                f"{'Sparse' + kind} (or accuracy)"
-            )
+            if isinstance(metric, _OF_ONE_HOT):
+                raise UsageError(
+                    f"metric {metric.name} takes one-hot labels, and the loss takes classes: give "
+                    f"{'Sparse' + kind} (or accuracy)"
+                )
         if type(metric) is keras.metrics.Accuracy and _is_cross_entropy(loss_fn):
             raise UsageError(
                 f"metric {metric.name} is the share of outputs that are equal to their labels, and "

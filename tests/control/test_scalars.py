@@ -291,31 +291,30 @@ def test_one_window_takes_a_metric_that_is_no_sum():
     assert shown[1::2] == pytest.approx(wanted)
 
 
-def test_a_training_that_was_interrupted_goes_on_with_its_window():
+def interrupted(error, **training):
+    """A loop whose ``training`` an ``error`` has ended after step 6."""
+
     def fail(status):
         if status.step == 6:
             loop.actions.clear()
-            raise ZeroDivisionError
+            raise error
 
     loop = loop_of(steps_per_loop=1)
     loop.actions.append(fail)
-    with pytest.raises(ZeroDivisionError):
-        loop.train(epochs=3)
+    with pytest.raises(error):
+        loop.train(**training)
+    return loop
+
+
+def test_a_training_that_was_interrupted_goes_on_with_its_window():
+    loop = interrupted(ZeroDivisionError, epochs=3)
     assert loop.watchers == [loop.history]
     check(loop.train(epochs=2), 4, 8)
 
 
 @pytest.mark.parametrize("first", [{"until": 8}, {"epochs": 3}])
 def test_a_training_to_a_step_after_an_interrupted_one_has_its_own_window(first):
-    def fail(status):
-        if status.step == 6:
-            loop.actions.clear()
-            raise KeyboardInterrupt
-
-    loop = loop_of(steps_per_loop=1)
-    loop.actions.append(fail)
-    with pytest.raises(KeyboardInterrupt):
-        loop.train(**first)
+    loop = interrupted(KeyboardInterrupt, **first)
     check(loop.train(9), 6, 9)
     check(loop.train(11), 9, 11)
 

@@ -80,6 +80,13 @@ def test_a_cell_of_text_among_numbers_is_named(tmp_path, caplog):
     assert wanted in caplog.text
 
 
+def test_text_that_spells_numbers_alone_has_no_wrong_cell(tmp_path, caplog):
+    lines = [json.dumps({"code": str(n), "age": n, "label": n % 2}) for n in range(20)]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    assert Files(tmp_path / "t.jsonl").schema["features"] == ("age",)
+    assert "where others are numbers" not in caplog.text
+
+
 def test_colours_are_found_among_grey_images(tmp_path, caplog):
     """Also where every second one is grey."""
     for number in range(40):
