@@ -24,11 +24,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from secrets import token_hex
-from typing import IO, Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from absl import flags
 
 from ctl.distributed.cluster import board, elastic, members, secret
+from ctl.distributed.cluster.forkserver import Fork, ForkServer
 from ctl.distributed.cluster.guard import Guard
 from ctl.distributed.cluster.machines import (
     FINAL,
@@ -243,9 +244,9 @@ def launch(
     if rendezvous is not None:
         raise UsageError("--rendezvous needs --workers=LEAST..MOST; N..N is a fixed number")
     max_restarts = max_restarts or 0
-    with Guard() as guard, _forwarded_signals() as received:
+    with _processes(command) as processes, _forwarded_signals() as received:
         for attempt in range(max_restarts + 1):
-            job = _Job(command, cluster(workers, ps), guard, backoff)
+            job = _Job(command, cluster(workers, ps), processes, backoff)
             code = job.wait(received, grace)
             if code == 0 or code in _FINAL or received or attempt == max_restarts:
                 return code
@@ -277,10 +278,10 @@ def _launch_elastic(command: Sequence[str], bounds: _Bounds) -> int:
     most, join_every = bounds.most, bounds.join_every
     away: set[int] = set()  # of ``most`` slots; ranks are in their order
     failures = 0
-    with Guard() as guard, _forwarded_signals() as received:
+    with _processes(command) as processes, _forwarded_signals() as received:
         while True:
             there, began = sorted({*range(most)} - away), time.monotonic()
-            job = _ElasticJob(command, cluster(len(there)), guard, bounds.backoff)
+            job = _ElasticJob(command, cluster(len(there)), processes, bounds.backoff)
             job.join_at = began + join_every if away else math.inf
             code = job.wait(received, bounds.grace)
             if job.joins and code in (0, Preempted.exit_code) and not received:
@@ -324,7 +325,7 @@ def _launch_on_machines(
         )
     name = f"{re.sub(r'[^a-zA-Z0-9-]', '-', socket.gethostname()[:60])}-{token_hex(4)}"
     with contextlib.ExitStack() as stack:
-        guard = stack.enter_context(Guard())  # before there are threads: it is a fork
+        processes = stack.enter_context(_processes(command))
         received = stack.enter_context(_forwarded_signals())
         place, host, port = _place(rendezvous, address)
         mine = board.Machine(name, _own_address(host, port))
@@ -333,7 +334,7 @@ def _launch_on_machines(
         while isinstance(plan := waiting.for_plan(received), board.Plan):
             rank = plan.members.index(name)
             _say(f"{plan.why}: worker {rank} of {len(plan.members)} starts here")
-            job = _JobOnMachine(command, plan, rank, guard, machines, bounds)
+            job = _JobOnMachine(command, plan, rank, processes, machines, bounds)
             code = job.wait(received, bounds.grace)
             if lost := job.lost():
                 how = ", ".join(lost.values())
@@ -516,7 +517,7 @@ class _Task:
 
     name: str
     config: str
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | Fork | None = None
     starts: int = 0
     start_at: float | None = None  # when to start it again
     pipe: int = -1  # of an elastic job: to read what the process tells
@@ -549,12 +550,12 @@ class _Job:
         self,
         command: Sequence[str],
         addresses: dict[str, list[str]],
-        guard: Guard,
+        processes: _Processes,
         backoff: float,
         only: int | None = None,
     ):
         self._command = command
-        self._guard = guard
+        self._server, self._guard = processes
         self._backoff = backoff
         self._readers: list[threading.Thread] = []
         self._has_coordinator = "chief" in addresses
@@ -580,20 +581,29 @@ class _Job:
             raise UsageError(f"cannot start {command[0]}: {error.strerror}") from error
 
     def _start(self, task: _Task, pipe: int | None = None) -> None:
-        task.process = process = subprocess.Popen(
-            self._command,
-            env={**self._environ, "TF_CONFIG": task.config}
-            | ({} if pipe is None else {elastic.VARIABLE: str(pipe)}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            pass_fds=() if pipe is None else (pipe,),
-        )
-        self._guard.watch(process.pid)
+        environ = {**self._environ, "TF_CONFIG": task.config}
+        if pipe is not None:
+            environ[elastic.VARIABLE] = str(pipe)
+        (out, to_out), (err, to_err) = os.pipe(), os.pipe()
+        try:
+            task.process = self._server.start(environ, to_out, to_err, pipe) or subprocess.Popen(
+                self._command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=to_out,
+                stderr=to_err,
+                start_new_session=True,
+                pass_fds=() if pipe is None else (pipe,),
+            )
+            self._guard.watch(task.process.pid)
+            if isinstance(task.process, Fork):
+                task.process.begin()
+        finally:
+            os.close(to_out)
+            os.close(to_err)
         task.starts += 1
         task.start_at = None
-        for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+        for source, target in ((out, sys.stdout), (err, sys.stderr)):
             reader = threading.Thread(
                 target=_copy_lines, args=(task.name, source, target), daemon=True
             )
@@ -807,14 +817,14 @@ class _JobOnMachine(_ElasticJob):
         command: Sequence[str],
         plan: board.Plan,
         rank: int,
-        guard: Guard,
+        processes: _Processes,
         machines: Machines,
         bounds: _Bounds,
     ):
         self._plan, self._machines = plan, machines
         self._may_join = rank == 0 and len(plan.members) < bounds.most
         self._is_over = False  # for all, whatever the worker does
-        super().__init__(command, {"worker": [*plan.workers]}, guard, bounds.backoff, rank)
+        super().__init__(command, {"worker": [*plan.workers]}, processes, bounds.backoff, rank)
         self.join_at = time.monotonic() + bounds.join_every
 
     def _who_joins(self) -> str:
@@ -854,6 +864,20 @@ class _JobOnMachine(_ElasticJob):
         return super().lost() if self.trained() else self._failed()
 
 
+class _Processes(NamedTuple):
+    """What starts the processes of a job, and what kills them if the launcher is killed."""
+
+    server: ForkServer
+    guard: Guard
+
+
+@contextlib.contextmanager
+def _processes(command: Sequence[str]) -> Iterator[_Processes]:
+    # The guard is first: it is a fork, and there are no threads yet.
+    with Guard() as guard, ForkServer(command) as server:
+        yield _Processes(server, guard)
+
+
 @contextlib.contextmanager
 def _forwarded_signals() -> Iterator[list[int]]:
     """Collects SIGTERM and SIGINT in a list, so that they do not end the launcher."""
@@ -882,12 +906,13 @@ def _wait_until(condition: Callable[[], object], seconds: float) -> None:
         time.sleep(0.05)
 
 
-def _copy_lines(name: str, source: IO[bytes], target: TextIO) -> None:
-    for line in source:
-        text = line.decode(errors="replace").rstrip("\n")
-        # The worker would wait if nobody emptied its pipe.
-        with contextlib.suppress(OSError, ValueError):
-            _write(target, f"[{name}] {text}")
+def _copy_lines(name: str, source: int, target: TextIO) -> None:
+    with open(source, "rb") as lines:
+        for line in lines:
+            text = line.decode(errors="replace").rstrip("\n")
+            # The worker would wait if nobody emptied its pipe.
+            with contextlib.suppress(OSError, ValueError):
+                _write(target, f"[{name}] {text}")
 
 
 def _how(code: int) -> str:

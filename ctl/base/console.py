@@ -192,7 +192,7 @@ def _is_for_the_user(record: python_logging.LogRecord) -> bool:
     return record.levelno >= python_logging.WARNING or record.pathname.startswith(_PACKAGE)
 
 
-_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
 
 def load_tensorflow(errors: bool = True) -> None:
@@ -206,19 +206,26 @@ def load_tensorflow(errors: bool = True) -> None:
         errors: False silences errors of the C++ code and of the coordinator of parameter servers,
             which writes hundreds of lines about a lost worker, a normal event there.
     """
-    os.environ[_LEVEL] = log_level(os.environ.get(_LEVEL), errors)
+    os.environ[LEVEL] = log_level(os.environ.get(LEVEL), errors)
     if "AUTOGRAPH_VERBOSITY" not in os.environ:
         python_logging.getLogger("tensorflow").addFilter(
             lambda record: not str(record.msg).startswith("AutoGraph could not ")
         )
     if not errors:
         logging.get_absl_handler().addFilter(lambda r: "cluster_coordinator" not in r.pathname)
-    gc.disable()  # collecting garbage among modules, which stay, takes a tenth of the start
     with native_stderr_held():
-        import keras  # noqa: F401
+        import_tensorflow()
         import tensorflow as tf
 
         tf.config.list_physical_devices()
+
+
+def import_tensorflow() -> None:
+    """Imports TensorFlow and Keras, and touches no device."""
+    gc.disable()  # collecting garbage among modules, which stay, takes a tenth of the start
+    import keras  # noqa: F401
+    import tensorflow as tf  # noqa: F401
+
     gc.freeze()
     gc.enable()
 

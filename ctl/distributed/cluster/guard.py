@@ -13,7 +13,8 @@ class Guard:
 
     def __enter__(self) -> Guard:
         read, write = os.pipe()
-        if os.fork() == 0:
+        self._process = os.fork()
+        if self._process == 0:
             os.close(write)
             _guard(read)
         os.close(read)
@@ -22,7 +23,7 @@ class Guard:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._pipe)
-        os.wait()
+        os.waitpid(self._process, 0)
 
     def watch(self, group: int) -> None:
         """Adds a process group."""

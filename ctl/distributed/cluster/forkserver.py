@@ -1,0 +1,212 @@
+"""Starts the workers of a launcher as forks of one process that has imported TensorFlow.
+
+The import takes seconds of a processor for each worker, at the start and after each loss. This is
+what `multiprocessing` calls a fork server, for commands: a worker has the environment, the output
+and the process group that a new process of the command would have. The server runs no operation of
+TensorFlow, so it has no thread that a fork could lose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+_MODULE, _STRATEGY = "ctl.train", "--strategy=multi_worker"
+_ALSO = ("keras", "tensorflow", "ctl.data", "ctl.jobs.models", "ctl.logs.sinks", "ctl.loop")
+
+_IMPORT_SECONDS, _FORK_SECONDS = 120.0, 20.0
+
+_LONGEST = 1 << 20  # bytes of a request
+
+
+class Fork:
+    """A process of a fork server: what `subprocess.Popen` is for a command. It waits for `begin`,
+    and ends if this process ends before."""
+
+    def __init__(self, pid: int, gate: int):
+        self.pid, self._gate = pid, gate
+        self._code: int | None = None
+
+    def begin(self) -> None:
+        """Lets it run the command."""
+        with contextlib.suppress(BrokenPipeError):  # somebody has killed it
+            os.write(self._gate, b"0")
+        os.close(self._gate)
+
+    def poll(self) -> int | None:
+        """The exit code, minus the number of a signal; None while it runs."""
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        """Waits for its end, and returns the exit code."""
+        return self._wait(0)
+
+    def _wait(self, options: int) -> int | None:
+        if self._code is None and (ended := os.waitpid(self.pid, options))[0]:
+            self._code = os.waitstatus_to_exitcode(ended[1])
+        return self._code
+
+
+class ForkServer:
+    """Forks workers of ``command``, a context manager. Without effect where `start` returns None:
+    for commands other than ``python -m ctl.train --strategy=multi_worker``, elsewhere than on
+    Linux, where there are GPUs, whose libraries were not tried after a fork, and when the server
+    has failed."""
+
+    def __init__(self, command: Sequence[str]):
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_ready = False
+        trains = [*command[1:3]] == ["-m", _MODULE] and _STRATEGY in command
+        gpus = Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
+        if not trains or gpus or sys.platform != "linux":
+            return
+        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with other, contextlib.suppress(OSError):
+            self._process = subprocess.Popen(
+                # The arguments are for those who look for a process by its command line.
+                [command[0], "-m", __name__, str(other.fileno()), *command[1:]],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                pass_fds=(other.fileno(),),
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def start(
+        self, environ: Mapping[str, str], out: int, err: int, pipe: int | None = None
+    ) -> Fork | None:
+        """Makes a process for a worker, in a process group of its own.
+
+        Args:
+            environ: its environment.
+            out, err: file descriptors of its output.
+            pipe: a file descriptor that it inherits; its number there is its ``CTL_ELASTIC``.
+
+        Returns:
+            None if there is no server.
+        """
+        if not self._process:
+            return None
+        try:
+            if not self._is_ready:
+                self._answer(_IMPORT_SECONDS)
+                self._is_ready = True
+            return self._fork(environ, [out, err] if pipe is None else [out, err, pipe])
+        except (OSError, ValueError):
+            self._end()
+            return None
+
+    def _fork(self, environ: Mapping[str, str], descriptors: Sequence[int]) -> Fork:
+        opens, gate = os.pipe()
+        try:
+            with _adopts_orphans():
+                request = json.dumps(dict(environ)).encode()
+                socket.send_fds(self._socket, [request], [opens, *descriptors])
+                return Fork(self._answer(_FORK_SECONDS), gate)
+        except BaseException:
+            os.close(gate)
+            raise
+        finally:
+            os.close(opens)
+
+    def _answer(self, seconds: float) -> int:
+        self._socket.settimeout(seconds)
+        return int(self._socket.recv(100))
+
+    def _end(self) -> None:
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+            self._socket.close()
+            self._process = None
+
+
+@contextlib.contextmanager
+def _adopts_orphans() -> Iterator[None]:
+    """Makes this process the parent of descendants whose parents end meanwhile: prctl(2)."""
+    set_child_subreaper = functools.partial(ctypes.CDLL(None, use_errno=True).prctl, 36)
+    if set_child_subreaper(1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+    try:
+        yield
+    finally:
+        set_child_subreaper(0, 0, 0, 0)
+
+
+def _serve(number: int) -> None:
+    """The server. Returns in each worker."""
+    launcher = socket.socket(fileno=number)
+    from absl import app, logging
+
+    from ctl.base import console
+
+    logging.use_absl_handler()  # before TensorFlow is imported, as in a command
+    os.environ.setdefault(console.LEVEL, console.log_level(None, errors=True))
+    console.import_tensorflow()
+    for name in (*_ALSO, _MODULE):
+        importlib.import_module(name)
+    # TensorFlow asks for a list of devices, in a worker that parses its flags after the import.
+    app._init_callbacks.clear()  # type: ignore[attr-defined]
+    gc.freeze()
+    launcher.send(b"0")
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(launcher, _LONGEST, 4)
+        if not request:  # the launcher has ended
+            os._exit(0)
+        read, write = os.pipe()
+        if (between := os.fork()) == 0:
+            if os.fork():
+                os._exit(0)  # so the worker becomes a child of the launcher
+            os.setsid()
+            os.write(write, str(os.getpid()).encode())
+            for descriptor in (read, write, launcher.detach()):
+                os.close(descriptor)
+            _become_worker(json.loads(request), descriptors)
+            return
+        os.waitpid(between, 0)
+        launcher.send(os.read(read, 100))
+        for descriptor in (read, write, *descriptors):
+            os.close(descriptor)
+
+
+def _become_worker(environ: Mapping[str, str], descriptors: Sequence[int]) -> None:
+    """Makes this process what a new one of the command is after its imports, once it may begin."""
+    from ctl.base import signals
+    from ctl.distributed.cluster import elastic
+
+    opens, out, err, *pipe = descriptors
+    if not os.read(opens, 1):
+        os._exit(0)
+    for descriptor, target in ((out, 1), (err, 2)):
+        os.dup2(descriptor, target)
+    for descriptor in (opens, out, err):
+        os.close(descriptor)
+    os.environ.update(environ)
+    for descriptor in pipe:
+        os.set_inheritable(descriptor, True)
+        os.environ[elastic.VARIABLE] = str(descriptor)
+    module = importlib.import_module(_MODULE)
+    sys.argv = [str(module.__file__), *sys.argv[4:]]
+    signals.begin()
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))
+    importlib.import_module(_MODULE).run()
