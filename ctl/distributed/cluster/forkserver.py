@@ -24,6 +24,8 @@ from pathlib import Path
 _MODULE, _STRATEGY = "ctl.train", "--strategy=multi_worker"
 _ALSO = ("keras", "tensorflow", "ctl.data", "ctl.jobs.models", "ctl.logs.sinks", "ctl.loop")
 
+_PROGRAM = f"from {__name__} import serve; serve()"
+
 _IMPORT_SECONDS, _FORK_SECONDS = 120.0, 20.0
 
 _LONGEST = 1 << 20  # bytes of a request
@@ -74,7 +76,7 @@ class ForkServer:
         with other, contextlib.suppress(OSError):
             self._process = subprocess.Popen(
                 # The arguments are for those who look for a process by its command line.
-                [command[0], "-m", __name__, str(other.fileno()), *command[1:]],
+                [command[0], "-c", _PROGRAM, str(other.fileno()), *command[1:]],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -150,13 +152,14 @@ def _adopts_orphans() -> Iterator[None]:
         set_child_subreaper(0, 0, 0, 0)
 
 
-def _serve(number: int) -> None:
-    """The server. Returns in each worker."""
-    launcher = socket.socket(fileno=number)
+def serve() -> None:
+    """The server; in each fork, the command."""
     from absl import app, logging
 
     from ctl.base import console
 
+    launcher = socket.socket(fileno=int(sys.argv[1]))
+    sys.path[:1] = [path or os.getcwd() for path in sys.path[:1]]  # as of python -m
     logging.use_absl_handler()  # before TensorFlow is imported, as in a command
     os.environ.setdefault(console.LEVEL, console.log_level(None, errors=True))
     console.import_tensorflow()
@@ -179,7 +182,7 @@ def _serve(number: int) -> None:
             for descriptor in (read, write, launcher.detach()):
                 os.close(descriptor)
             _become_worker(json.loads(request), descriptors)
-            return
+            return importlib.import_module(_MODULE).run()
         os.waitpid(between, 0)
         launcher.send(os.read(read, 100))
         for descriptor in (read, write, *descriptors):
@@ -205,8 +208,3 @@ def _become_worker(environ: Mapping[str, str], descriptors: Sequence[int]) -> No
     module = importlib.import_module(_MODULE)
     sys.argv = [str(module.__file__), *sys.argv[4:]]
     signals.begin()
-
-
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
-    importlib.import_module(_MODULE).run()
