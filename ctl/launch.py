@@ -2,7 +2,7 @@
 
 When a process fails, the launcher ends the others and restarts the whole job on new ports; the job
 resumes from its last checkpoint. An elastic job (``--workers=2..4``) goes on with the workers that
-remain, from the last call of the loop that they have finished: one of them saves it. With parameter
+remain, from the last call of the loop that they have finished, which they save. With parameter
 servers, a failed worker is restarted alone. When the launcher itself is killed, a guard process
 kills the processes of the job.
 """

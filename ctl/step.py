@@ -86,7 +86,8 @@ class TrainStep(BaseStep):
         ema_decay: decay of a moving average of the weights, see `ctl.phases.apply.Updater`.
         loss_scale: scales the loss dynamically for float16, see `ctl.phases.apply.LossScale`.
         on_nan: with ``"stop"``, the loop stops at a loss that is not finite. With ``"skip"``, the
-            update is skipped when a reduced gradient is not finite.
+            update is skipped when a reduced gradient is not finite. Its table is in
+            ``ctl/phases/README.md``.
         log_norms: logs norms of gradient, weights and update, see `ctl.phases.norms`.
         bytes_per_pack: maximum bytes per all-reduce, see `ctl.reduce.make_packs`.
         options: options of the all-reduce, see `ctl.strategy.Placement`.

@@ -505,9 +505,10 @@ def define_step_flags() -> None:
             "rule",
             ["rule", "on", "off", AUTO],
             "Compile the forward and backward pass with XLA; with one replica, the whole step. "
-            "The all-reduce is not compiled; the update on a CPU always is. rule: on for small "
-            "dense networks on one device, on a GPU also with convolutions, otherwise off. auto: "
-            "try both before the first step and keep the faster.",
+            "The all-reduce is not compiled. The update on a CPU is, whatever you give here, but "
+            "not with parameter servers. rule: on for small dense networks on one device, on a GPU "
+            "also with convolutions, otherwise off. auto: try both before the first step and keep "
+            "the faster.",
         )
         flags.DEFINE_enum(
             "sparse_rows",
