@@ -12,6 +12,7 @@ the one above it:
             TrainStep.reduce             gradients, and what must be summed with them
               TrainStep.sum_gradients    to override for another collective
                 ctl.reduce.all_reduce    in packs: context.all_reduce(SUM, ...)  # <- here
+              Tables.sum_rows            of embedding tables: rows are gathered, then summed
             TrainStep.clip               what all replicas have together
             TrainStep.apply              all replicas call it together, once
               Updater.__call__           `ctl.phases.apply`: updates or skips; counts the step

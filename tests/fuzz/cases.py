@@ -140,6 +140,7 @@ class Case:
     by_rows: bool = False  # small embedding tables, too
     sharded: bool = False  # their rows are split over the replicas
     planned: bool = False  # by `embedding_plan="auto"`
+    waits: bool = False  # tables get their values from the loop: `ctl.uninitialized_tables`
     steps_per_loop: int | None = None
 
     change: str = ""  # one of `CHANGES`
@@ -240,6 +241,8 @@ def valid(case: Case) -> Case:
     split &= (case.accumulate_steps, case.ema_decay, case.weight_decay) == (1, None, None)
     if not split or case.jit_compile or case.frozen or case.penalty:
         changes |= {"sharded": False}  # the table is not trained by rows, or in a loop
+    if case.features not in ("ids", "two", "ragged"):
+        changes |= {"waits": False}
     changes |= {"pause": min(case.pause, case.steps - 1), "fault_row": case.fault_row % rows}
     changes |= {"change_step": max(1, min(case.change_step, case.steps - 1))}
     if case.steps == 1:
@@ -350,6 +353,7 @@ def cases(draw: st.DrawFn) -> Case:
         by_rows=choice(False, True),
         sharded=choice(False, True),
         planned=choice(False, True),
+        waits=choice(False, True),
         steps_per_loop=choice(None, 1, 2),
         change=choice(*CHANGES) if rarely(4) else "",
         change_step=draw(st.integers(1, 3)),

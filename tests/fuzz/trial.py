@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import re
@@ -27,6 +28,7 @@ from ctl.loop import Loop
 from ctl.phases import passes, sparse_rows, table_plan
 from ctl.phases.base_step import EvalStep
 from ctl.phases.losses import cross_entropy
+from ctl.phases.uninitialized import uninitialized_tables
 from ctl.schedule import Cosine
 from ctl.step import TrainStep
 
@@ -226,8 +228,10 @@ def _make_loop(case: Case, dataset: Any, strategy: tf.distribute.Strategy, direc
         }
         wrong = _wrong(case)
         kind = Scaled if case.change == "scale" else Plain if case.by_rows else Step
+        with uninitialized_tables() if case.waits else contextlib.nullcontext():
+            model = make_model(case)
         step = kind(
-            make_model(case),
+            model,
             make_optimizer(case),
             twice=case.twice,
             weighting=case.weighting,
