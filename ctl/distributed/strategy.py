@@ -17,11 +17,11 @@ import tensorflow as tf
 
 from ctl.base.ledger import LEDGER
 from ctl.distributed import workers
-from ctl.distributed.cluster import external_watchdog
+from ctl.distributed.cluster import elastic, external_watchdog
 from ctl.distributed.cluster.addresses import split
 from ctl.distributed.cluster.external_watchdog import ask_grpc
 from ctl.distributed.cluster.members import Cluster, Tasks
-from ctl.distributed.cluster.rendezvous import meet
+from ctl.distributed.cluster.rendezvous import Frozen, meet
 from ctl.distributed.heartbeats import Heartbeats
 from ctl.errors import PeerError, UsageError
 
@@ -169,7 +169,9 @@ def _connecting(me: str, peers: Mapping[str, str], timeout: float) -> Iterator[N
         PeerError: TensorFlow lost a task, or its port, which was free a moment ago.
     """
     doing = f"{me}: TensorFlow has been connecting to the job"
-    with external_watchdog.limited(doing, peers, timeout, "--startup_timeout") as keeper:
+    frozen = elastic.FROZEN_SECONDS if elastic.is_elastic() else None
+    flag = "--startup_timeout"
+    with external_watchdog.limited(doing, peers, timeout, flag, frozen=frozen) as keeper:
         try:
             yield
         except tf.errors.OpError as error:
@@ -343,14 +345,16 @@ def _wait_for_chief(cluster: Cluster, timeout: float) -> None:
     """Returns when TensorFlow listens on the chief. A gRPC client that connects earlier may wait
     for 20 s before it tries again."""
     host, port = split(cluster.workers[0])
+    frozen, chief = Frozen(f"worker {cluster.index}"), f"worker 0 at {cluster.workers[0]}"
     deadline = time.monotonic() + timeout
     while True:
         try:
-            return ask_grpc(host, port, 1.0)
+            with frozen.patient_with(chief):
+                return ask_grpc(host, port, 1.0)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise PeerError(
-                    f"worker 0 at {cluster.workers[0]} has not started TensorFlow after "
+                    f"{chief} has not started TensorFlow after "
                     f"{timeout:.0f} s (--startup_timeout): {error}"
                 ) from error
         time.sleep(0.02)

@@ -68,6 +68,10 @@ _LONG_CUT = 30.0  # seconds, so that it is noticed
 _STOPPED = 42  # the exit code of what a signal has ended
 _RANKS = "CHAOS_RANKS"  # a directory, in which each worker writes its rank, by its process
 
+if _RANKS in os.environ:  # a worker imports this before it meets the others
+    _config = json.loads(os.environ["TF_CONFIG"])
+    Path(os.environ[_RANKS], str(os.getpid())).write_text(str(_config["task"]["index"]))
+
 
 def make(shape: tuple[int, ...], classes: int) -> object:
     """A model whose result does not depend on the number of replicas."""
@@ -86,8 +90,6 @@ def make_of_each(shape: tuple[int, ...], classes: int) -> object:
 def _model(shape: tuple[int, ...], classes: int, layers: list) -> object:
     import keras
 
-    config = json.loads(os.environ["TF_CONFIG"])
-    Path(os.environ[_RANKS], str(os.getpid())).write_text(str(config["task"]["index"]))
     signal.signal(signal.SIGUSR1, lambda *_: time.sleep(1000.0))
     signal.signal(signal.SIGUSR2, lambda *_: 1 / 0)  # type: ignore[arg-type]
     first = [keras.Input(shape), keras.layers.Flatten(), keras.layers.Dense(32, "relu")]

@@ -10,6 +10,10 @@ VARIABLE = "CTL_ELASTIC"
 
 TRAINED, LOST = b"t", b"l"  # this worker has finished a call; it has lost another worker
 
+# Seconds that a worker waits, before the workers are connected, for one that is there and does not
+# answer: the launcher can start it again. Other jobs wait as long as --startup_timeout says.
+FROZEN_SECONDS = 10.0
+
 
 def is_elastic() -> bool:
     """Whether the launcher goes on without a worker that is lost."""

@@ -53,17 +53,25 @@ class Keeper:
         timeout: seconds without `beat` after which it ends this process with code 5.
         flag: the flag that sets ``timeout``, or "".
         patient: whether to end it only if a task does not answer.
+        frozen: seconds after which it ends this process because of a task that times out.
     """
 
     def __init__(
-        self, doing: str, peers: Mapping[str, str], timeout: float, flag: str, *, patient: bool
+        self,
+        doing: str,
+        peers: Mapping[str, str],
+        timeout: float,
+        flag: str,
+        *,
+        patient: bool,
+        frozen: float | None = None,
     ):
         self._libc = ctypes.CDLL(None)
         self._libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
         self._libc.signal.restype = ctypes.c_void_p
         handler = ctypes.cast(self._libc._exit, ctypes.c_void_p)
         self._before = self._libc.signal(_SIGNAL, handler)
-        task = json.dumps([os.getpid(), doing, dict(peers), timeout, flag, patient])
+        task = json.dumps([os.getpid(), doing, dict(peers), timeout, frozen, flag, patient])
         # Without the site's packages, it starts in 20 ms.
         program = [sys.executable, "-I", "-S", "-c", _PROGRAM, __file__, task]
         pipe = subprocess.PIPE
@@ -95,20 +103,23 @@ class Keeper:
 
 
 @contextlib.contextmanager
-def limited(doing: str, peers: Mapping[str, str], timeout: float, flag: str) -> Iterator[Keeper]:
+def limited(
+    doing: str, peers: Mapping[str, str], timeout: float, flag: str, *, frozen: float | None = None
+) -> Iterator[Keeper]:
     """A context that ends this process with code 5 if it is not left after ``timeout`` seconds.
     Arguments as of `Keeper`."""
-    keeper = Keeper(doing, peers, timeout, flag, patient=False)
+    keeper = Keeper(doing, peers, timeout, flag, patient=False, frozen=frozen)
     try:
         yield keeper
     finally:
         keeper.close()
 
 
-def _silent(peers: Mapping[str, str], patient: bool, missed: dict[str, int]) -> str:
-    """The tasks that do not answer, and why: the frozen ones, or else those that are gone for the
-    longest time, since later ones may have given up as this one does, or else those that have not
-    started TensorFlow. With patience, without workers that are gone, since they are started again.
+def _silent(peers: Mapping[str, str], patient: bool, missed: dict[str, int]) -> tuple[str, bool]:
+    """The tasks that do not answer, and why, and whether they are frozen: the frozen ones, or else
+    those that are gone for the longest time, since later ones may have given up as this one does,
+    or else those that have not started TensorFlow. With patience, without workers that are gone,
+    since they are started again.
 
     ``missed`` counts the calls in a row, up to this one, in which a task was gone.
     """
@@ -136,14 +147,15 @@ def _silent(peers: Mapping[str, str], patient: bool, missed: dict[str, int]) -> 
         missed[name] = missed.get(name, 0) + 1 if name in gone else 0
     longest = max((missed[name] for name in gone), default=0)
     first = [why for name, why in gone.items() if missed[name] == longest]
-    return ", ".join(frozen.values() or first or early.values())
+    return ", ".join(frozen.values() or first or early.values()), bool(frozen)
 
 
 def main() -> None:
     """Ends the parent after the limit, unless it beats, closes stdin or ends before."""
-    parent, doing, peers, timeout, flag, patient = json.loads(sys.argv[1])
+    parent, doing, peers, timeout, patience, flag, patient = json.loads(sys.argv[1])
     waited, quiet = 0.0, min(_QUIET_SECONDS, timeout)
     missed: dict[str, int] = {}
+    answered = 0.0  # the last time when no task was frozen
     while True:
         # Ticks are counted, so that a job that was stopped as a whole has not waited.
         if select.select([sys.stdin], [], [], _TICK)[0]:
@@ -151,20 +163,23 @@ def main() -> None:
             if not message:
                 return
             if b"?" in message:
-                print(_silent(peers, patient, missed), flush=True)
-            waited, quiet = 0.0, min(_QUIET_SECONDS, timeout)
+                print(_silent(peers, patient, missed)[0], flush=True)
+            waited, quiet, answered = 0.0, min(_QUIET_SECONDS, timeout), 0.0
             continue
         waited += _TICK
         if waited < quiet - _LOOK_SECONDS:
             continue
         began = time.monotonic()
-        silent = _silent(peers, patient, missed)
+        silent, frozen = _silent(peers, patient, missed)
         waited += time.monotonic() - began
+        answered = answered if frozen else waited
         if waited < quiet:
             continue
-        ends = quiet >= timeout and (silent or not patient)
+        late = quiet >= timeout
+        hopeless = patience is not None and min(waited, 2 * (waited - answered)) >= patience
+        ends = (late or hopeless) and (silent or not patient)
         if silent or not patient:
-            how = f"{flag and f' ({flag})'}; gave up" if ends else ""
+            how = f"{f' ({flag})' if flag and late else ''}; gave up" if ends else ""
             whom = f"waiting for {silent}" if silent else "all other tasks answer"
             with contextlib.suppress(Exception):  # nobody may read it, and the rest must go on
                 print(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 from absl import logging
 
+from ctl.distributed.cluster import elastic
 from ctl.distributed.cluster.addresses import split
 from ctl.distributed.cluster.handshake import HandshakeServer, handshake
 from ctl.distributed.cluster.members import Cluster
@@ -41,6 +44,32 @@ class Waiting:
             logging.warning("%s has waited %.0f s for %s", self._me, seconds, missing)
 
 
+class Frozen:
+    """Ends the wait of the task ``me`` of an elastic job for a task that is frozen or cut off."""
+
+    def __init__(self, me: str):
+        self._me = me
+        self._since: dict[str, float] = {}  # when it was first asked in vain, by task
+
+    @contextlib.contextmanager
+    def patient_with(self, task: str) -> Iterator[None]:
+        """``task`` is asked inside. Raises `PeerError` if it has timed out for 10 s by now."""
+        began = time.monotonic()
+        try:
+            yield
+        except TimeoutError as error:
+            seconds = time.monotonic() - self._since.setdefault(task, began)
+            if seconds >= elastic.FROZEN_SECONDS and elastic.is_elastic():
+                raise PeerError(
+                    f"{self._me}: gave up after {seconds:.0f} s: {task} does not answer"
+                ) from error
+            raise
+        except BaseException:
+            self._since.pop(task, None)
+            raise
+        self._since.pop(task, None)
+
+
 def meet(cluster: Cluster, timeout: float) -> None:
     """Returns when every worker of ``cluster`` has called this.
 
@@ -68,12 +97,14 @@ def meet(cluster: Cluster, timeout: float) -> None:
         thread = threading.Thread(target=welcome, name="welcome", daemon=True)
         thread.start()
         untold, why = set(peers), dict.fromkeys(peers, "silent")
+        frozen = Frozen(me)
         waiting = Waiting(me, timeout)
         try:
             while untold or not came.issuperset(peers):
                 for peer in sorted(untold):
                     try:
-                        handshake(peers[peer], peer, me, cluster.fingerprint).close()
+                        with frozen.patient_with(f"{peer} at {peers[peer]}"):
+                            handshake(peers[peer], peer, me, cluster.fingerprint).close()
                         untold.remove(peer)
                         why[peer] = "silent"
                     except OSError as error:

@@ -13,7 +13,16 @@ import pytest
 from absl import logging
 
 from ctl import launch
-from ctl.distributed.cluster import Cluster, Tasks, meet, resolve, resolve_tasks, strategy_for
+from ctl.distributed.cluster import (
+    Cluster,
+    Tasks,
+    elastic,
+    meet,
+    rendezvous,
+    resolve,
+    resolve_tasks,
+    strategy_for,
+)
 from ctl.errors import PeerError, UsageError
 
 TWO = ("a:1", "b:2")
@@ -189,6 +198,33 @@ def test_a_missing_peer_is_named(monkeypatch):
 
 
 JOBS = {"chief": ["c:1"], "worker": list(TWO), "ps": ["p:1"]}
+
+
+def test_a_frozen_peer_ends_the_wait_of_an_elastic_job(monkeypatch):
+    """It listens, and does not answer."""
+    clock = [0.0]
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: clock[0])
+
+    def asked(error: Exception | None) -> str:
+        """How it ended to ask a peer, for 6 s."""
+        try:
+            with frozen.patient_with("worker 1 at host:1"):
+                clock[0] += 6.0
+                if error:
+                    raise error
+        except Exception as raised:
+            return f"{type(raised).__name__}: {raised}"
+        return "answered"
+
+    silent, refused = TimeoutError("timed out"), ConnectionRefusedError("refused")
+    frozen = rendezvous.Frozen("worker 0")
+    assert [asked(silent) for _ in range(9)] == ["TimeoutError: timed out"] * 9
+    monkeypatch.setenv(elastic.VARIABLE, "-1")
+    frozen = rendezvous.Frozen("worker 0")
+    for error in (silent, refused, silent, None, silent):
+        assert not asked(error).startswith("PeerError")
+    gave_up = "worker 0: gave up after 12 s: worker 1 at host:1 does not answer"
+    assert asked(silent) == f"PeerError: {gave_up}"
 
 
 def test_tasks_with_parameter_servers():

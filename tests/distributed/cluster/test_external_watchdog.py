@@ -109,12 +109,13 @@ def run_main(
     beats: int = 0,
     stdin: float = 3.0,
     quiet: float = 0.2,
+    frozen: float | None = None,
 ) -> list:
     """Runs the program of the second process here, with short times, until its stdin ends after
     ``stdin`` seconds. Returns its calls of kill."""
     for name, value in (("_TICK", 0.05), ("_QUIET_SECONDS", quiet), ("LINGER_SECONDS", 0.0)):
         monkeypatch.setattr(external_watchdog, name, value)
-    task = [os.getppid(), "worker 0: it connects", peers, 1.0, "--flag", patient]
+    task = [os.getppid(), "worker 0: it connects", peers, 1.0, frozen, "--flag", patient]
     monkeypatch.setattr(sys, "argv", ["", json.dumps(task)])
     ended: list = []
     monkeypatch.setattr(os, "kill", lambda *call: ended.append(call))
@@ -222,6 +223,25 @@ def test_patience_with_a_process_that_is_busy(monkeypatch, capfd):
     assert run_main(monkeypatch, {"ps 0": gone}, True, stdin=60.0) == [(os.getppid(), 5)]
 
 
+def test_who_is_frozen_is_waited_for_no_longer_than_said(monkeypatch, capfd):
+    """But who has not started yet is."""
+
+    def ask(host, port, timeout):
+        if port != 1 or time.monotonic() - began < 0.4:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(external_watchdog, "ask_grpc", ask)
+    for port, last in ((1, "; gave up; waiting for worker 1 (at host:1: timed out)"), (2, None)):
+        began = time.monotonic()
+        peers = {"worker 1": f"host:{port}"}
+        assert run_main(monkeypatch, peers, False, stdin=60.0, frozen=0.3) == [(os.getppid(), 5)]
+        said = capfd.readouterr().err.splitlines()[-1]
+        assert said.endswith(
+            last or "(--flag); gave up; waiting for worker 1 (at host:2: Connection refused)"
+        )
+
+
 def test_a_beat_begins_anew(monkeypatch, capfd):
     gone = launch.cluster(1)["worker"][0]
     began = time.monotonic()
@@ -254,12 +274,14 @@ import tensorflow as tf
 from ctl.distributed.cluster import external_watchdog, resolve
 from ctl.distributed.strategy import make_multi_worker
 
+FLAG = "--startup_timeout"
+
 def run():
     me, limited = resolve(None, None), external_watchdog.limited
     if me.index == 1:
         freeze = lambda **_: os.kill(os.getpid(), signal.SIGSTOP)
         tf.distribute.MultiWorkerMirroredStrategy = freeze
-    external_watchdog.limited = lambda doing, peers, timeout, flag: limited(doing, peers, 3.0, flag)
+    external_watchdog.limited = lambda doing, peers, *_, **__: limited(doing, peers, 3.0, FLAG)
     make_multi_worker(me)
 """
 
