@@ -21,7 +21,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-_MODULE, _STRATEGY = "ctl.train", "--strategy=multi_worker"
+_MODULE, _SERVERS = "ctl.train", "--strategy=parameter_server"
+_STRATEGIES = {"--strategy=multi_worker", _SERVERS}
 _ALSO = ("keras", "tensorflow", "ctl.data", "ctl.jobs.models", "ctl.logs.sinks", "ctl.loop")
 
 _PROGRAM = f"from {__name__} import serve; serve()"
@@ -61,14 +62,14 @@ class Fork:
 
 class ForkServer:
     """Forks workers of ``command``, a context manager. Without effect where `start` returns None:
-    for commands other than ``python -m ctl.train --strategy=multi_worker``, elsewhere than on
-    Linux, where there are GPUs, whose libraries were not tried after a fork, and when the server
-    has failed."""
+    for commands other than ``python -m ctl.train`` with the strategy ``multi_worker`` or
+    ``parameter_server``, elsewhere than on Linux, where there are GPUs, whose libraries were not
+    tried after a fork, and when the server has failed."""
 
     def __init__(self, command: Sequence[str]):
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ready = False
-        trains = [*command[1:3]] == ["-m", _MODULE] and _STRATEGY in command
+        trains = [*command[1:3]] == ["-m", _MODULE] and not _STRATEGIES.isdisjoint(command)
         gpus = Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
         if not trains or gpus or sys.platform != "linux":
             return
@@ -161,7 +162,8 @@ def serve() -> None:
     launcher = socket.socket(fileno=int(sys.argv[1]))
     sys.path[:1] = [path or os.getcwd() for path in sys.path[:1]]  # as of python -m
     logging.use_absl_handler()  # before TensorFlow is imported, as in a command
-    os.environ.setdefault(console.LEVEL, console.log_level(None, errors=True))
+    given, errors = os.environ.get(console.LEVEL), _SERVERS not in sys.argv  # as `ctl.train` does
+    os.environ[console.LEVEL] = console.log_level(given, errors)
     console.import_tensorflow()
     for name in (*_ALSO, _MODULE):
         importlib.import_module(name)

@@ -143,7 +143,7 @@ def test_the_server_ends_with_its_launcher_and_a_worker_that_has_not_begun(here)
     [
         ["true"],
         [sys.executable, "train.py"],
-        [sys.executable, "-m", "ctl.train", "--strategy=parameter_server"],
+        [sys.executable, "-m", "ctl.train", "--strategy=mirrored"],
         [sys.executable, "-m", "mytraining", "--strategy=multi_worker"],
         ["/nonexistent/python", "-m", "ctl.train", "--strategy=multi_worker"],
     ],
