@@ -244,7 +244,7 @@ def launch(
     if rendezvous is not None:
         raise UsageError("--rendezvous needs --workers=LEAST..MOST; N..N is a fixed number")
     max_restarts = max_restarts or 0
-    with _processes(command) as processes, _forwarded_signals() as received:
+    with _forwarded_signals() as received, _processes(command, received) as processes:
         for attempt in range(max_restarts + 1):
             job = _Job(command, cluster(workers, ps), processes, backoff)
             code = job.wait(received, grace)
@@ -278,7 +278,7 @@ def _launch_elastic(command: Sequence[str], bounds: _Bounds) -> int:
     most, join_every = bounds.most, bounds.join_every
     away: set[int] = set()  # of ``most`` slots; ranks are in their order
     failures = 0
-    with _processes(command) as processes, _forwarded_signals() as received:
+    with _forwarded_signals() as received, _processes(command, received) as processes:
         while True:
             there, began = sorted({*range(most)} - away), time.monotonic()
             job = _ElasticJob(command, cluster(len(there)), processes, bounds.backoff)
@@ -325,8 +325,8 @@ def _launch_on_machines(
         )
     name = f"{re.sub(r'[^a-zA-Z0-9-]', '-', socket.gethostname()[:60])}-{token_hex(4)}"
     with contextlib.ExitStack() as stack:
-        processes = stack.enter_context(_processes(command))
         received = stack.enter_context(_forwarded_signals())
+        processes = stack.enter_context(_processes(command, received))
         place, host, port = _place(rendezvous, address)
         mine = board.Machine(name, _own_address(host, port))
         machines = stack.enter_context(Machines(place, mine))
@@ -872,9 +872,9 @@ class _Processes(NamedTuple):
 
 
 @contextlib.contextmanager
-def _processes(command: Sequence[str]) -> Iterator[_Processes]:
+def _processes(command: Sequence[str], received: list[int]) -> Iterator[_Processes]:
     # The guard is first: it is a fork, and there are no threads yet.
-    with Guard() as guard, ForkServer(command) as server:
+    with Guard() as guard, ForkServer(command, lambda: received) as server:
         yield _Processes(server, guard)
 
 

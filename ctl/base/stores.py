@@ -55,7 +55,8 @@ _VERSIONS = (
 _TRIES = 6
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0  # seconds
 _SECONDS = 60.0  # of one request
-_jitter = random.Random()  # not the generator of Python, from which Keras draws initial weights
+# Keras draws initial weights from Python's generator, and forks would share one of our own.
+_jitter = random.SystemRandom()
 
 # What another try cannot mend, by the number of the error. The others of the system may pass.
 _LASTING = (

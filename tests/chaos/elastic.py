@@ -182,7 +182,7 @@ class Job:
         launcher += [f"--max_restarts={FLAGS.losses}"]  # none is too many
         launcher += [f"--join_every={FLAGS.join_every}"]
         self._launch, self._train, self._network = launcher, training, network
-        self._model_dir = model_dir
+        self._model_dir, self._stops = model_dir, False
         self._ranks = Path(f"{model_dir}-ranks")
         self._ranks.mkdir()
         self._board = f"{network.address(0)}:2200" if network else f"{model_dir}-board"
@@ -242,7 +242,7 @@ class Job:
         self.launchers.remove(launcher)
 
         def back() -> None:
-            if self.code() is None:
+            if self.code() is None and not self._stops:
                 self.launchers.append(self.start(self._machines[launcher.pid]))
 
         timer = threading.Timer(seconds, back)
@@ -268,6 +268,7 @@ class Job:
         Raises:
             CtlError: it ended otherwise.
         """
+        self._stops = True
         for launcher in self.launchers:
             launcher.terminate()
         if (code := self.wait()) != _STOPPED:
@@ -458,7 +459,7 @@ def main() -> None:
 if __name__ == "__main__":
     with group("Elastic chaos"):
         flags.DEFINE_string("workers", "2..4", "Least and most number of workers.")
-        flags.DEFINE_integer("losses", 3, "How many workers are lost.")
+        flags.DEFINE_integer("losses", 3, "How many workers are lost.", lower_bound=1)
         flags.DEFINE_float("seconds", 5.0, "Mean seconds of training before a loss.")
         flags.DEFINE_float("join_every", 60.0, "Seconds until a lost worker is tried again.")
         flags.DEFINE_integer("seed", 1, "Seed of what is drawn.")

@@ -115,11 +115,13 @@ def limited(
         keeper.close()
 
 
-def _silent(peers: Mapping[str, str], patient: bool, missed: dict[str, int]) -> tuple[str, bool]:
-    """The tasks that do not answer, and why, and whether they are frozen: the frozen ones, or else
-    those that are gone for the longest time, since later ones may have given up as this one does,
-    or else those that have not started TensorFlow. With patience, without workers that are gone,
-    since they are started again.
+def _silent(
+    peers: Mapping[str, str], patient: bool, missed: dict[str, int]
+) -> tuple[str, set[str]]:
+    """The tasks that do not answer, and why: the frozen ones, or else those that are gone for the
+    longest time, since later ones may have given up as this one does, or else those that have not
+    started TensorFlow. With patience, without workers that are gone, since they are started again.
+    Also the names of the frozen ones.
 
     ``missed`` counts the calls in a row, up to this one, in which a task was gone.
     """
@@ -147,15 +149,15 @@ def _silent(peers: Mapping[str, str], patient: bool, missed: dict[str, int]) -> 
         missed[name] = missed.get(name, 0) + 1 if name in gone else 0
     longest = max((missed[name] for name in gone), default=0)
     first = [why for name, why in gone.items() if missed[name] == longest]
-    return ", ".join(frozen.values() or first or early.values()), bool(frozen)
+    return ", ".join(frozen.values() or first or early.values()), {*frozen}
 
 
 def main() -> None:
     """Ends the parent after the limit, unless it beats, closes stdin or ends before."""
-    parent, doing, peers, timeout, patience, flag, patient = json.loads(sys.argv[1])
+    parent, doing, peers, timeout, frozen_timeout, flag, patient = json.loads(sys.argv[1])
     waited, quiet = 0.0, min(_QUIET_SECONDS, timeout)
     missed: dict[str, int] = {}
-    answered = 0.0  # the last time when no task was frozen
+    since: dict[str, float] = {}  # when a task that is frozen was first asked in vain
     while True:
         # Ticks are counted, so that a job that was stopped as a whole has not waited.
         if select.select([sys.stdin], [], [], _TICK)[0]:
@@ -164,20 +166,21 @@ def main() -> None:
                 return
             if b"?" in message:
                 print(_silent(peers, patient, missed)[0], flush=True)
-            waited, quiet, answered = 0.0, min(_QUIET_SECONDS, timeout), 0.0
+            waited, quiet, since = 0.0, min(_QUIET_SECONDS, timeout), {}
             continue
         waited += _TICK
-        if waited < quiet - _LOOK_SECONDS:
+        if waited < quiet - _LOOK_SECONDS and frozen_timeout is None:
             continue
         began = time.monotonic()
         silent, frozen = _silent(peers, patient, missed)
+        since = {name: since.get(name, waited) for name in frozen}
         waited += time.monotonic() - began
-        answered = answered if frozen else waited
-        if waited < quiet:
+        longest = waited - min(since.values(), default=waited)
+        hopeless = frozen_timeout is not None and longest >= frozen_timeout
+        if waited < quiet and not hopeless:
             continue
-        late = quiet >= timeout
-        hopeless = patience is not None and min(waited, 2 * (waited - answered)) >= patience
-        ends = (late or hopeless) and (silent or not patient)
+        late = waited >= quiet >= timeout
+        ends = hopeless or late and (silent or not patient)
         if silent or not patient:
             how = f"{f' ({flag})' if flag and late else ''}; gave up" if ends else ""
             whom = f"waiting for {silent}" if silent else "all other tasks answer"

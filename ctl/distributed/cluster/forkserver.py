@@ -3,14 +3,14 @@
 The import takes seconds of a processor for each worker, at the start and after each loss. This is
 what `multiprocessing` calls a fork server, for commands: a worker has the environment, the output
 and the process group that a new process of the command would have. The server runs no operation of
-TensorFlow, so it has no thread that a fork could lose.
+TensorFlow, so that has no thread which a fork could lose; OpenBLAS, that of NumPy, ends its own
+before a fork.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import gc
 import importlib
 import json
@@ -18,7 +18,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 _MODULE, _SERVERS = "ctl.train", "--strategy=parameter_server"
@@ -29,7 +30,7 @@ _PROGRAM = f"from {__name__} import serve; serve()"
 
 _IMPORT_SECONDS, _FORK_SECONDS = 120.0, 20.0
 
-_LONGEST = 1 << 20  # bytes of a request
+_LONGEST = 1 << 20  # bytes of a request; one that is too long for the socket is not sent at all
 
 
 class Fork:
@@ -55,22 +56,29 @@ class Fork:
         return self._wait(0)
 
     def _wait(self, options: int) -> int | None:
-        if self._code is None and (ended := os.waitpid(self.pid, options))[0]:
-            self._code = os.waitstatus_to_exitcode(ended[1])
+        if self._code is None:
+            try:
+                pid, status = os.waitpid(self.pid, options)
+            except ChildProcessError:  # who has started the launcher lets it ignore SIGCHLD
+                self._code = 1
+            else:
+                self._code = os.waitstatus_to_exitcode(status) if pid else None
         return self._code
 
 
 class ForkServer:
-    """Forks workers of ``command``, a context manager. Without effect where `start` returns None:
+    """Forks workers of ``command``, a context manager. It waits for them until ``stopped`` is true,
+    as after a signal. Without effect where `start` returns None:
     for commands other than ``python -m ctl.train`` with the strategy ``multi_worker`` or
     ``parameter_server``, elsewhere than on Linux, where there are GPUs, whose libraries were not
     tried after a fork, and when the server has failed."""
 
-    def __init__(self, command: Sequence[str]):
+    def __init__(self, command: Sequence[str], stopped: Callable[[], object]):
+        self._stopped = stopped
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ready = False
         trains = [*command[1:3]] == ["-m", _MODULE] and not _STRATEGIES.isdisjoint(command)
-        gpus = Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
+        gpus = any(Path("/dev", name).exists() for name in ("nvidiactl", "kfd", "dxg"))
         if not trains or gpus or sys.platform != "linux":
             return
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -130,27 +138,36 @@ class ForkServer:
             os.close(opens)
 
     def _answer(self, seconds: float) -> int:
-        self._socket.settimeout(seconds)
-        return int(self._socket.recv(100))
+        self._socket.settimeout(0.05)
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return int(self._socket.recv(100))
+            except TimeoutError:
+                if self._stopped() or time.monotonic() >= deadline:
+                    raise
 
     def _end(self) -> None:
         if self._process:
             self._process.kill()
             self._process.wait()
-            self._socket.close()
             self._process = None
+            self._socket.close()
 
 
 @contextlib.contextmanager
 def _adopts_orphans() -> Iterator[None]:
     """Makes this process the parent of descendants whose parents end meanwhile: prctl(2)."""
-    set_child_subreaper = functools.partial(ctypes.CDLL(None, use_errno=True).prctl, 36)
-    if set_child_subreaper(1, 0, 0, 0):
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    set_child_subreaper, get_child_subreaper, before = 36, 37, ctypes.c_int()
+    if prctl(get_child_subreaper, ctypes.byref(before), 0, 0, 0) or prctl(
+        set_child_subreaper, 1, 0, 0, 0
+    ):
         raise OSError(ctypes.get_errno(), "prctl")
     try:
         yield
     finally:
-        set_child_subreaper(0, 0, 0, 0)
+        prctl(set_child_subreaper, before, 0, 0, 0)
 
 
 def serve() -> None:
@@ -186,8 +203,9 @@ def serve() -> None:
             _become_worker(json.loads(request), descriptors)
             return importlib.import_module(_MODULE).run()
         os.waitpid(between, 0)
-        launcher.send(os.read(read, 100))
-        for descriptor in (read, write, *descriptors):
+        os.close(write)
+        launcher.send(os.read(read, 100))  # nothing, if the worker has died before
+        for descriptor in (read, *descriptors):
             os.close(descriptor)
 
 
@@ -203,9 +221,8 @@ def _become_worker(environ: Mapping[str, str], descriptors: Sequence[int]) -> No
         os.dup2(descriptor, target)
     for descriptor in (opens, out, err):
         os.close(descriptor)
-    os.environ.update(environ)
+    os.environ.update(environ)  # the launcher takes nothing away
     for descriptor in pipe:
-        os.set_inheritable(descriptor, True)
         os.environ[elastic.VARIABLE] = str(descriptor)
     module = importlib.import_module(_MODULE)
     sys.argv = [str(module.__file__), *sys.argv[4:]]

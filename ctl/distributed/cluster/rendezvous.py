@@ -45,7 +45,7 @@ class Waiting:
 
 
 class Frozen:
-    """Ends the wait of the task ``me`` of an elastic job for a task that is frozen or cut off."""
+    """Ends the wait of the task ``me`` of an elastic job for a task that is frozen."""
 
     def __init__(self, me: str):
         self._me = me
@@ -54,20 +54,17 @@ class Frozen:
     @contextlib.contextmanager
     def patient_with(self, task: str) -> Iterator[None]:
         """``task`` is asked inside. Raises `PeerError` if it has timed out for 10 s by now."""
-        began = time.monotonic()
+        since = self._since.pop(task, time.monotonic())
         try:
             yield
         except TimeoutError as error:
-            seconds = time.monotonic() - self._since.setdefault(task, began)
+            self._since[task] = since
+            seconds = time.monotonic() - since
             if seconds >= elastic.FROZEN_SECONDS and elastic.is_elastic():
                 raise PeerError(
                     f"{self._me}: gave up after {seconds:.0f} s: {task} does not answer"
                 ) from error
             raise
-        except BaseException:
-            self._since.pop(task, None)
-            raise
-        self._since.pop(task, None)
 
 
 def meet(cluster: Cluster, timeout: float) -> None:

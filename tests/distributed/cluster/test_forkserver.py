@@ -40,6 +40,10 @@ def command(directory: Path, does: str = "os._exit(7)") -> list[str]:
     return [*trains, "--model=mymodel.py:make", f"--model_dir={directory / 'run'}"]
 
 
+def never() -> bool:
+    return False
+
+
 def environ(**more: str) -> dict[str, str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -79,7 +83,7 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_worker_is_what_a_process_of_the_command_is(here):
     own = environ(OF_THIS_WORKER="yes")
-    with ForkServer(command(here)) as server:
+    with ForkServer(command(here), never) as server:
         worker, out, err = start(server, **own)
         said, told = read(out), read(err)
         assert worker.wait() == worker.poll() == 7, told
@@ -97,7 +101,7 @@ def test_a_worker_finds_its_pipe_to_the_launcher(here):
     does = f'os.write(int(os.environ["{elastic.VARIABLE}"]), b"t"); sys.exit()'
     read_end, write_end = os.pipe()
     null = os.open(os.devnull, os.O_WRONLY)
-    with ForkServer(command(here, does)) as server:
+    with ForkServer(command(here, does), never) as server:
         worker = server.start(environ(**{elastic.VARIABLE: str(write_end)}), null, null, write_end)
         os.close(write_end)
         worker.begin()
@@ -107,7 +111,7 @@ def test_a_worker_finds_its_pipe_to_the_launcher(here):
 @pytest.mark.slow
 def test_without_a_server_there_is_no_worker(here):
     """The launcher then starts the command itself."""
-    server = ForkServer(command(here, "time.sleep(1000)"))
+    server = ForkServer(command(here, "time.sleep(1000)"), never)
     (worker, *_), (other, *_) = start(server), start(server)
     os.killpg(other.pid, signal.SIGKILL)
     assert other.wait() == -signal.SIGKILL
@@ -119,10 +123,18 @@ def test_without_a_server_there_is_no_worker(here):
 
 
 @pytest.mark.slow
+def test_a_signal_ends_the_wait_for_the_import(here):
+    """The launcher then starts the command, which gets the signal."""
+    asked: list[None] = []
+    server = ForkServer(command(here), lambda: asked.append(None) or len(asked) == 3)
+    assert start(server)[0] is None and len(asked) == 3
+
+
+@pytest.mark.slow
 def test_the_server_ends_with_its_launcher_and_a_worker_that_has_not_begun(here):
     launcher = (
         "import os, sys, time; from ctl.distributed.cluster.forkserver import ForkServer; "
-        "server = ForkServer(sys.argv[1:]); null = os.open(os.devnull, os.O_WRONLY); "
+        "server = ForkServer(sys.argv[1:], list); null = os.open(os.devnull, os.O_WRONLY); "
         "worker, waits = [server.start(os.environ, null, null) for _ in range(2)]; "
         "worker.begin(); print(worker.pid, waits.pid, server._process.pid, flush=True); "
         "time.sleep(1000)"
@@ -149,5 +161,5 @@ def test_the_server_ends_with_its_launcher_and_a_worker_that_has_not_begun(here)
     ],
 )
 def test_other_commands_have_no_server(words):
-    with ForkServer(words) as server:
+    with ForkServer(words, never) as server:
         assert server.start({}, 1, 2) is None
