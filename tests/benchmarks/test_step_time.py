@@ -42,10 +42,11 @@ SHORT = "step_time.py --processes=1 --rounds=1 --blocks=1 --steps=10 --warm_up=1
 
 
 def test_step_time_of_several_workers(tmp_path):
-    found, _ = results(tmp_path, f"{SHORT} --variants=ctl,fit --reference=ctl --workers=2")
+    found, _ = results(tmp_path, f"{SHORT} --variants=ctl,torch --reference=ctl --workers=2")
     (measured,) = found["runs"]
-    # Keras 3 does not train over several workers: a peer that fails is a result.
-    assert "its process ended" in measured["variants"]["fit"]["failure"]
+    # A peer that fails, as one that is not installed, is a result.
+    torch = measured["variants"]["torch"]
+    assert "milliseconds" in torch or "is not installed" in torch["failure"]
     assert measured["variants"]["ctl"]["milliseconds"]["min"] > 0
 
 

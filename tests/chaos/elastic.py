@@ -164,6 +164,7 @@ class Job:
         model_dir: Path,
         steps: int = _MANY,
         network: Network | None = None,
+        one_launcher: bool = False,
     ):
         data = ["--dataset=synthetic", "--num_examples=650", "--global_batch_size=50"]
         rate = ["--optimizer=momentum", "--learning_rate=0.01", "--schedule=constant"]
@@ -191,8 +192,8 @@ class Job:
         self.said: list[str] = []
         self.cut: set[int] = set()  # machines that are, or were, cut off
         self._machines: dict[int, int] = {}  # by the process of the launcher
-        one_for_each = FLAGS.machines or network
-        count = int(workers.rpartition("..")[2]) if one_for_each else 1
+        self._apart = (FLAGS.machines or network) and not one_launcher
+        count = int(workers.rpartition("..")[2]) if self._apart else 1
         self.launchers = [self.start(index) for index in range(count)]
 
     def _command(self, index: int) -> Sequence[str]:
@@ -200,7 +201,7 @@ class Job:
             address = self._network.address(index)
             place = [f"--rendezvous={self._board}", f"--address={address}"]
             launch = [*self._network.inside(index), *self._launch, *place]
-        elif FLAGS.machines:
+        elif self._apart:
             place = [f"--rendezvous={self._board}", "--address=127.0.0.1"]
             launch = [*self._launch, *place]
         else:
@@ -440,7 +441,7 @@ def main() -> None:
             time.sleep(FLAGS.seconds)
             steps = running.stop()
             alone = least if fixed else "1"
-            with job(f"{alone}..{alone}", model, directories[1], steps) as undisturbed:
+            with job(f"{alone}..{alone}", model, directories[1], steps, None, True) as undisturbed:
                 if code := undisturbed.wait():
                     said = undisturbed.said[-9:]
                     raise CtlError(f"the undisturbed job ended with {code}:\n{said}")

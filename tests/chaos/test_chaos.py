@@ -210,7 +210,7 @@ def test_schedules(tmp_path, first, schedules):
 )
 def test_an_elastic_job(options):
     """It is ended with 1 if anything does not hold."""
-    command = [sys.executable, "-m", "tests.chaos.elastic", "--losses=1", "--seconds=2"]
+    command = [sys.executable, "-m", "tests.chaos.elastic", "--losses=1", "--seconds=1"]
     command += ["--join_every=5", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -75,13 +75,13 @@ def test_sharing_changes_no_bit(mirrored, monkeypatch, traced):
     monkeypatch.setattr(apply, "_VARIABLES_PER_UPDATE", len(PROVEN) * 2)
     variables = len(PROVEN) * 4 + 2
     without = 4, 6  # of one shape
-    shared = train(mirrored(2), one_of_each(mirrored(2)), 3, without)
-    # Half of them, and the other half of the pair of the one with a constraint, on each replica.
-    assert sum(traced) == 2 * (variables // 2 + 1)
+    shared = train(mirrored(1), one_of_each(mirrored(1)), 3, without)
+    # Half of them, and the other half of the pair of the one with a constraint.
+    assert sum(traced) == variables // 2 + 1
     traced.clear()
     monkeypatch.setattr(Updater, "_kind", lambda self, index, gradient: index)
-    separate = train(mirrored(2), one_of_each(mirrored(2)), 3, without)
-    assert sum(traced) == 2 * variables
+    separate = train(mirrored(1), one_of_each(mirrored(1)), 3, without)
+    assert sum(traced) == variables
     np.testing.assert_equal(shared, separate)
 
 

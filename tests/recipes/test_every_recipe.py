@@ -17,8 +17,8 @@ from worker_jobs import run_job
 from ctl import testing
 
 NOT_STEPS = {"__init__", "lr_range", "population", "pretrained", "samples", "tutorial"}
-# Their tests pause at other steps, and on one replica, too.
-RESUMED_ELSEWHERE = {"sam", "unfreezing"}
+# The tests of the first two pause at other steps, and on one replica, too.
+NOT_RESUMED = {"sam", "unfreezing", *recipes_worker.LIKE_ANOTHER}
 # These have on each replica a state of its own. Of seeds, which all have, see test_loop_resume.py.
 RESUMED_ON_TWO = {"compressed", "powersgd", "dp_sgd", "zero1", "local_sgd", "diloco", "moe"}
 RESUMED_WITH = {
@@ -45,7 +45,7 @@ def test_two_workers_equal_two_replicas(mirrored, out, tmp_path, monkeypatch, na
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in recipes_worker.LOOPS if n not in RESUMED_ELSEWHERE])
+@pytest.mark.parametrize("name", [n for n in recipes_worker.LOOPS if n not in NOT_RESUMED])
 def test_a_resume_changes_no_bit(tmp_path, monkeypatch, name):
     """After 2 of 4 steps: of `LocalSGD` and `DiLoCo`, within a round."""
     monkeypatch.chdir(tmp_path)

@@ -98,7 +98,10 @@ def asks_for_workers(name: str) -> bool:
     return name in {"diloco", "gan"} or bool(EXCHANGES.search(recipe.read_text("utf-8")))
 
 
-ON_WORKERS = [name for name in LOOPS if asks_for_workers(name)]
+# Of one class with "compressed int8", with the same state and exchange; the base class of DiLoCo.
+LIKE_ANOTHER = {"compressed fp16", "compressed topk", "local_sgd"}
+
+ON_WORKERS = [name for name in LOOPS if asks_for_workers(name) and name not in LIKE_ANOTHER]
 
 
 def trained(strategy, name: str) -> list[list[np.ndarray]]:

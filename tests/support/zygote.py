@@ -22,7 +22,7 @@ from paths import SUPPORT
 
 # Reads requests, one JSON object per line, and answers each with one line.
 _ZYGOTE = r"""
-import ctypes, importlib, json, os, resource, select, signal, sys, time
+import ctypes, gc, importlib, json, os, resource, select, signal, sys, time
 
 preload, blocked = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 
@@ -40,6 +40,7 @@ sys.path.insert(0, sys.argv[3])
 for name in preload:
     importlib.import_module(name)
 sys.path.remove(sys.argv[3])
+gc.set_threshold(20_000, 10, 10)  # as in conftest.py
 app._init_callbacks.clear()  # TensorFlow asks to be called by app.run, which it never finds running
 running, command = set(), None
 print("ready", flush=True)
