@@ -31,8 +31,6 @@ from ctl.phases.base_step import EvalStep
 from ctl.schedule import make_schedule
 from ctl.step import TrainStep
 
-pytestmark = pytest.mark.compiled_update
-
 EXAMPLES = 100  # 6.25 batches: saves at steps 17 and 12 are in the middle of an epoch
 
 
@@ -145,7 +143,14 @@ def assert_all_is_in_play(state: dict[str, np.ndarray], replicas: int) -> None:
 
 # With 2 replicas the order of a sum changes nothing.
 @pytest.mark.slow
-@pytest.mark.parametrize(("replicas", "compiled"), [(1, False), (4, False), (1, True)])
+@pytest.mark.parametrize(
+    ("replicas", "compiled"),
+    [
+        pytest.param(1, False, marks=pytest.mark.compiled_update),
+        (4, False),
+        pytest.param(1, True, marks=pytest.mark.compiled_update),
+    ],
+)
 def test_resumed_equals_uninterrupted_bit_for_bit(mirrored, tmp_path, replicas, compiled):
     """Also the chunks (as many steps as fit, 1, 7) and saves on the way change nothing."""
     strategy = tf.distribute.get_strategy() if compiled else mirrored(replicas)

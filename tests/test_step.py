@@ -160,18 +160,18 @@ QUICK: dict[str, tuple[tuple[int, ...], dict]] = {
 }
 SLOW: dict[str, tuple[tuple[int, ...], dict]] = {
     # 3 does not divide a replica's batch: micro-batches of different sizes.
-    "accumulation of 3": ((4,), {"accumulate_steps": 3}),
+    "accumulation of 3": ((2,), {"accumulate_steps": 3}),
     # One is in the name of a `tf.Variable`. The other, that of a Keras variable, excludes none.
     "weight decay without a kernel": (
         (2,),
         {"optimizer": excluding("head/kernel", "^bias$"), "model": with_head},
     ),
     "sparse gradients with duplicate rows": (
-        (4,),
+        (2,),
         {"arrays": with_duplicate_rows, "model": embedding},
     ),
     "partial batches in several packs": (
-        (4,),
+        (2,),
         {"optimizer": sgd(), **PARTIALLY, "bytes_per_pack": 200},
     ),
     "partial batches with accumulation and clipping": (
@@ -191,7 +191,6 @@ SLOW: dict[str, tuple[tuple[int, ...], dict]] = {
     ),
     "frozen layers": ((2,), {"model": frozen}),
     # On one replica, see `test_all_of_the_step_compiled_equals_plain_keras`.
-    "compiled": ((2,), {"jit_compile": True}),
     "compiled with accumulation": ((2,), {"jit_compile": True, "accumulate_steps": 2}),
 }
 ADAM = adam()

@@ -121,17 +121,16 @@ def test_two_replicas_equal_one_and_a_resume_changes_no_bit(files, mirrored, tmp
     two.train(12)
     for found, wanted in zip(weights(two), weights(whole), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
-    for stop in (1, 7):
-        first = make_loop(files, mirrored(1), tmp_path / str(stop))
-        first.train(stop)
-        first.save()
-        first.checkpoints.close()
-        second = make_loop(files, mirrored(1), tmp_path / str(stop))
-        assert second.restore().step == stop
-        second.train(12)
-        second.checkpoints.close()
-        for found, wanted in zip(weights(second), weights(whole), strict=True):
-            np.testing.assert_array_equal(found, wanted)
+    first = make_loop(files, mirrored(1), tmp_path)
+    first.train(7)
+    first.save()
+    first.checkpoints.close()
+    second = make_loop(files, mirrored(1), tmp_path)
+    assert second.restore().step == 7
+    second.train(12)
+    second.checkpoints.close()
+    for found, wanted in zip(weights(second), weights(whole), strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])

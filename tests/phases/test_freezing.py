@@ -113,18 +113,17 @@ def test_replicas_equal_one(mirrored):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pause", [2, 4])
-def test_a_resume_continues_the_phase(tmp_path, mirrored, pause):
+def test_a_resume_continues_the_phase(tmp_path, mirrored):
     straight, first = unfreezing(mirrored(2)), unfreezing(mirrored(2), tmp_path)
     for loop in (straight, first):
         loop.train_only([head(loop)])
     straight.train(6)
-    first.train(pause, total=6)
+    first.train(2, total=6)
     first.save(wait=True)
     first.checkpoints.close()
     resumed = unfreezing(mirrored(2), tmp_path, seed=1)
     resumed.restore()
-    assert all(resumed.step.trainable_mask) == (pause > 3)
+    assert not all(resumed.step.trainable_mask)
     resumed.train(6)
     for mine, other in zip(state(resumed).values(), state(straight).values(), strict=True):
         np.testing.assert_array_equal(mine, other)

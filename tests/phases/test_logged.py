@@ -49,7 +49,6 @@ def seen(size: int, start: int, stop: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("replicas", "size", "options"),
     [
-        (1, 16, {"jit_compile": True}),
         (2, 16, {"jit_compile": True}),
         (2, 9, {}),
         (4, 9, {"accumulate_steps": 2, "on_nan": "skip"}),  # 3, 3, 3 and 0 examples

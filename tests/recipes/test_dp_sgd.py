@@ -64,7 +64,7 @@ def reference(trained: keras.Model, batches) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("replicas", "options"), [(2, {"jit_compile": True}), (4, {})], ids=str)
+@pytest.mark.parametrize(("replicas", "options"), [(2, {"jit_compile": True}), (2, {})], ids=str)
 def test_replicas_equal_a_reference(mirrored, replicas, options):
     loop = make(mirrored(replicas), **options)
     orders = itertools.islice(loop.dataset.batches(), STEPS)
@@ -96,9 +96,9 @@ def moves(loop, steps: int) -> list[np.ndarray]:
 @pytest.mark.slow
 def test_the_noise_is_added_once(mirrored):
     """Of one deviation on any number of replicas; other numbers in each step and variable."""
-    loops = [make(mirrored(n), noise=3.0, rate=1.0, seed=1) for n in (1, 4)]
-    one, four = (moves(loop, 1)[0] for loop in loops)
-    assert np.std(one) > CLIP and largest_difference(four, one) <= 1e-5
+    loops = [make(mirrored(n), noise=3.0, rate=1.0, seed=1) for n in (1, 2)]
+    one, two = (moves(loop, 1)[0] for loop in loops)
+    assert np.std(one) > CLIP and largest_difference(two, one) <= 1e-5
     assert_replicas_agree(loops[1].strategy, loops[1].step.model.variables)
     loop = make(model=wide, noise=3.0, rate=1e-3)
     first, second = (move / 1e-3 for move in moves(loop, 2))
