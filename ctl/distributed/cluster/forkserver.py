@@ -67,11 +67,16 @@ class Fork:
 
 
 class ForkServer:
-    """Forks workers of ``command``, a context manager. It waits for them until ``stopped`` is true,
-    as after a signal. Without effect where `start` returns None:
-    for commands other than ``python -m ctl.train`` with the strategy ``multi_worker`` or
-    ``parameter_server``, elsewhere than on Linux, where there are GPUs, whose libraries were not
-    tried after a fork, and when the server has failed."""
+    """Forks workers of ``command``, a context manager.
+
+    There is a server for ``python -m ctl.train`` with the strategy ``multi_worker`` or
+    ``parameter_server``, on Linux without GPUs, whose libraries were not tried after a fork. It
+    has the memory of one more process that has imported TensorFlow, much of which forks share.
+
+    Args:
+        command: a Python, its arguments, and those of the program.
+        stopped: whether to wait for the server no longer, as after a signal.
+    """
 
     def __init__(self, command: Sequence[str], stopped: Callable[[], object]):
         self._stopped = stopped
@@ -93,6 +98,8 @@ class ForkServer:
                 pass_fds=(other.fileno(),),
                 start_new_session=True,
             )
+        if not self._process:
+            self._socket.close()
 
     def __enter__(self) -> ForkServer:
         return self
@@ -111,7 +118,7 @@ class ForkServer:
             pipe: a file descriptor that it inherits; its number there is its ``CTL_ELASTIC``.
 
         Returns:
-            None if there is no server.
+            None if there is no server, or it has failed. There is none from then on.
         """
         if not self._process:
             return None
