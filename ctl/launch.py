@@ -522,10 +522,13 @@ class _Task:
     start_at: float | None = None  # when to start it again
     pipe: int = -1  # of an elastic job: to read what the process tells
     told: bytes = b""
+    asked: int = 0  # of an elastic job: the signal that asked it to save and end
 
     def poll(self) -> int | None:
         """The exit code; None while it runs, and before it is started."""
-        return self.process.poll() if self.process else None
+        code = self.process.poll() if self.process else None
+        # A worker of an elastic job that a signal ends has not come so far as to handle it.
+        return Preempted.exit_code if self.asked and code == -self.asked else code
 
     @property
     def is_worker(self) -> bool:
@@ -756,6 +759,11 @@ class _ElasticJob(_Job):
         self.end(0.0)
         code = worst(task.poll() or 0 for task in self._tasks)
         return 128 - code if code < 0 else code
+
+    def _signal(self, number: int) -> None:
+        super()._signal(number)
+        for task in self._tasks:
+            task.asked = number
 
     def _who_joins(self) -> str:
         """Why the workers should stop; "" if they need not."""

@@ -251,6 +251,14 @@ def test_signals_are_passed_on_and_not_restarted(number):
     assert "restart" not in err
 
 
+def test_a_signal_that_workers_do_not_handle_yet():
+    """Those of an elastic job handle it once they have begun, so they have lost nothing."""
+    process = start("--workers=2..3", code="print('up', flush=True); time.sleep(100)")
+    assert [process.stdout.readline().strip()[-2:] for _ in range(3)] == ["up"] * 3
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 42
+
+
 @pytest.mark.parametrize(("second", "code"), [(signal.SIGTERM, 42), (signal.SIGINT, 143)])
 def test_a_second_signal(second, code):
     """A scheduler may repeat SIGTERM while a worker saves; a user who presses Ctrl-C again means

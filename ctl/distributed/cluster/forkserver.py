@@ -15,11 +15,12 @@ import gc
 import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 _MODULE, _SERVERS = "ctl.train", "--strategy=parameter_server"
@@ -29,6 +30,8 @@ _ALSO = ("keras", "tensorflow", "ctl.data", "ctl.jobs.models", "ctl.logs.sinks",
 _PROGRAM = f"from {__name__} import serve; serve()"
 
 _IMPORT_SECONDS, _FORK_SECONDS = 120.0, 20.0
+
+_HELD = {signal.SIGTERM, signal.SIGINT}  # until a worker handles them, see `_become_worker`
 
 _LONGEST = 1 << 20  # bytes of a request; one that is too long for the socket is not sent at all
 
@@ -183,6 +186,7 @@ def serve() -> None:
 
     from ctl.base import console
 
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
     launcher = socket.socket(fileno=int(sys.argv[1]))
     sys.path[:1] = [path or os.getcwd() for path in sys.path[:1]]  # as of python -m
     logging.use_absl_handler()  # before TensorFlow is imported, as in a command
@@ -207,7 +211,7 @@ def serve() -> None:
             os.write(write, str(os.getpid()).encode())
             for descriptor in (read, write, launcher.detach()):
                 os.close(descriptor)
-            _become_worker(json.loads(request), descriptors)
+            _become_worker(json.loads(request), descriptors, before)
             return importlib.import_module(_MODULE).run()
         os.waitpid(between, 0)
         os.close(write)
@@ -216,8 +220,11 @@ def serve() -> None:
             os.close(descriptor)
 
 
-def _become_worker(environ: Mapping[str, str], descriptors: Sequence[int]) -> None:
-    """Makes this process what a new one of the command is after its imports, once it may begin."""
+def _become_worker(
+    environ: Mapping[str, str], descriptors: Sequence[int], blocked: Collection[int]
+) -> None:
+    """Makes this process what a new one of the command is after its imports, once it may begin.
+    It handles signals that have come meanwhile; those that are ``blocked`` stay so."""
     from ctl.base import signals
     from ctl.distributed.cluster import elastic
 
@@ -234,3 +241,4 @@ def _become_worker(environ: Mapping[str, str], descriptors: Sequence[int]) -> No
     module = importlib.import_module(_MODULE)
     sys.argv = [str(module.__file__), *sys.argv[4:]]
     signals.begin()
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import re
 import selectors
 import socket
@@ -147,14 +148,14 @@ def handshake(address: str, peer: str, name: str, fingerprint: str) -> socket.so
     """Connects to the task ``peer`` at ``address`` as the task ``name``; gives up after 6 s.
 
     Raises:
-        OSError: nobody listens there, or what answers is no task of this job; a `TimeoutError` if
-            who listens does not answer.
+        OSError: nobody listens there (the error has an ``errno``), or what answers is no task of
+            this job; a `TimeoutError` if who listens does not answer.
         UsageError: it has other addresses, or is another task.
     """
     try:
         connection = socket.create_connection(addresses.split(address), timeout=1.0)
     except TimeoutError as error:  # not that of a task that is there and does not answer
-        raise ConnectionError("no connection") from error
+        raise ConnectionError(errno.ETIMEDOUT, "no connection") from error
     try:
         connection.settimeout(_GREETING_SECONDS)
         connection.sendall(sign(f"hello {fingerprint} {name}") + b"\n")

@@ -109,6 +109,18 @@ def test_a_worker_finds_its_pipe_to_the_launcher(here):
 
 
 @pytest.mark.slow
+def test_a_signal_before_a_worker_handles_it_waits_until_then(here):
+    with ForkServer(command(here), never) as server:
+        read_end, write_end = os.pipe()
+        worker = server.start(environ(), write_end, write_end)
+        os.close(write_end)
+        os.killpg(worker.pid, signal.SIGTERM)
+        worker.begin()
+        assert read(read_end).startswith("SIGTERM: stopped before the training; run the same ")
+        assert worker.wait() == 42
+
+
+@pytest.mark.slow
 def test_without_a_server_there_is_no_worker(here):
     """The launcher then starts the command itself."""
     server = ForkServer(command(here, "time.sleep(1000)"), never)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 import time
@@ -135,6 +136,17 @@ def test_other_addresses_are_noted_here_and_an_error_there(door, address):
 def test_a_task_at_the_wrong_address_is_an_error(door, address):
     with answering(door), pytest.raises(UsageError, match="says that it is worker 0: give each"):
         handshake(address, "worker 2", "worker 1", JOB)
+
+
+def test_a_port_whose_packets_are_dropped_has_another_error_than_one_that_is_silent():
+    """The doctor takes the first for a firewall, and an error without a number for a stranger."""
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        address = f"127.0.0.1:{full.getsockname()[1]}"
+        stack.enter_context(connect(address))  # all that it has room for
+        with pytest.raises(ConnectionError) as raised:
+            handshake(address, "worker 0", "worker 1", JOB)
+    assert raised.value.errno == errno.ETIMEDOUT
 
 
 @pytest.mark.parametrize(
