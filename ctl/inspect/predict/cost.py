@@ -1,7 +1,8 @@
 """The time of an all-reduce on links of a given latency and bandwidth: the formulas.
 
-A message of m bytes takes ``alpha + m / beta`` seconds on a link (Hockney 1994). The additions
-themselves take no time, or are part of a measured ``beta``. Pure Python.
+A message of m bytes takes ``alpha + m / beta`` seconds on a link (Hockney 1994), which sends others
+during ``alpha``. The additions themselves take no time, or are part of a measured ``beta``. Pure
+Python.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 
 from ctl.base.units import MIB
 from ctl.errors import UsageError
-from ctl.inspect.measure.link import AlphaBeta, Measured, bus_factor
+from ctl.inspect.measure.link import AlphaBeta, Measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,17 +69,30 @@ def ring(network: Network, replicas: int, size: float) -> float:
 
     2(n-1) steps, in each of which every replica sends size/n bytes: 2(n-1)·alpha +
     2(n-1)/n·size/beta on equal links (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
-    algorithms for clusters of workstations", section 3). Every step waits for the slowest link.
+    algorithms for clusters of workstations", section 3).
+    """
+    return _around(network, replicas, size / replicas, 2 * (replicas - 1))
+
+
+def _around(network: Network, replicas: int, chunk: float, steps: int) -> float:
+    """Seconds of a ring in which every replica passes on ``chunk`` bytes in each step.
+
+    A replica sends what it has received in the step before, so no step waits for the slowest link:
+    the last to end is the chunk that goes from host to host most often, or the slowest link.
     """
     hosts, local = network.shape(replicas)
-    chunk = size / replicas
-    step = 0.0
-    if hosts > 1:
-        step = network.outer.seconds(chunk, flows=hosts)
-    if local > 1:
-        assert network.inner is not None  # checked by Network
-        step = max(step, network.inner.seconds(chunk, flows=local))
-    return 2 * (replicas - 1) * step
+    crossings = math.ceil(steps * hosts / replicas) if hosts > 1 else 0
+    seconds = busiest = 0.0
+    for link, flows, hops in (
+        (network.outer, hosts, crossings),
+        (network.inner, local, steps - crossings),
+    ):
+        if hops and flows > 1:
+            assert link is not None  # checked by Network
+            each = link.seconds(chunk, flows)
+            seconds += hops * each
+            busiest = max(busiest, steps * (each - link.alpha))
+    return max(seconds, busiest)
 
 
 def hierarchical(network: Network, replicas: int, size: float) -> float:
@@ -104,36 +118,34 @@ def gather(network: Network, replicas: int, size: float) -> float:
 
     n-1 steps, in each of which every replica sends ``size`` bytes on: (n-1)(alpha + size/beta) on
     equal links (Thakur et al. 2005, "Optimization of collective communication operations in
-    MPICH", section 3.1). Every step waits for the slowest link.
+    MPICH", section 3.1).
     """
-    return ring(network, replicas, size * replicas) / 2
+    return _around(network, replicas, size, replicas - 1)
 
 
 def tree(network: Network, replicas: int, size: float) -> float:
     """Seconds of a pipelined double binary tree between hosts, with a chain inside each host.
 
-    The way up and down has d = 2·ceil(log2 h) stages between h hosts, and 2(g-1) in a host of g
-    replicas. In k chunks it takes (d + k)(alpha + w/k). Here w is the time of all bytes on the
-    busiest link: 2(h-1)/h·size/beta, as in a ring, because each replica is an inner node of one
-    tree and a leaf of the other. The best k, sqrt(d·w/alpha), gives (sqrt(d·alpha) + sqrt(w))^2
-    (Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and
-    scan", section 2; NCCL 2.4 and later).
+    Each of the two trees sums half of the bytes and sends the sums back. The way has
+    2·floor(log2 h) links between h hosts, and 2(g-1) in a host of g replicas: so many latencies.
+    A host is an inner node of one tree, which receives half from each of two children and the sum
+    of its half, and a leaf of the other, which receives a sum: twice the bytes, as an inner
+    replica of a chain does. In many small chunks, the latencies and the transfer of the busiest
+    link add up (Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth broadcast,
+    reduction and scan", section 2; NCCL 2.4 and later).
     """
     hosts, local = network.shape(replicas)
-    stages, latency, transfer = 0, 0.0, 0.0
-    for link, members, depth in (
-        (network.outer, hosts, 2 * math.ceil(math.log2(hosts))),
-        (network.inner, local, 2 * (local - 1)),
+    latency = transfer = 0.0
+    for link, members, depth, received in (
+        (network.outer, hosts, hosts.bit_length() - 1, min(2.0, hosts / 2)),
+        (network.inner, local, local - 1, min(2.0, local - 1)),
     ):
         if members > 1:
             assert link is not None  # checked by Network
-            stages += depth
-            latency += depth * link.alpha
-            flows = members if link.shared else 1
-            transfer = max(transfer, bus_factor(members) * size * flows / link.beta)
-    if stages and transfer * stages < latency / stages:  # less than one chunk: nothing to pipeline
-        return (stages + 1) * (latency / stages + transfer)
-    return (math.sqrt(latency) + math.sqrt(transfer)) ** 2
+            latency += 2 * depth * link.alpha
+            of_all = 2 * (members - 1) if link.shared else received
+            transfer = max(transfer, of_all * size / link.beta)
+    return latency + transfer
 
 
 ALGORITHMS: dict[str, Callable[[Network, int, float], float]] = {

@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
 
+import messages
 import numpy as np
 import pytest
 import simulated
@@ -40,30 +41,40 @@ PAGE = (ROOT / "ctl/inspect/predict/README.md").read_text(encoding="utf-8")
 FAST, SLOW = Link(1e-6, 1e11), Link(1e-4, 1e9)
 
 
-def simulated_ring(network: Network, replicas: int, chunk: float, steps: int) -> float:
-    """Every message of every step: a replica sends its next chunk when it has received the last."""
-    ready = np.zeros(replicas)
-    for _ in range(steps):
-        arrived = np.empty(replicas)
-        for sender in range(replicas):
-            receiver = (sender + 1) % replicas
-            same_host = sender // network.per_host == receiver // network.per_host
-            link = network.inner if same_host else network.outer
-            start = max(ready[sender], ready[receiver])
-            arrived[receiver] = start + link.alpha + chunk / link.beta
-        ready = arrived
-    return ready.max()
+HOSTS = [(1, 2), (1, 3), (1, 12), (2, 2), (2, 4), (2, 6), (3, 5), (4, 1), (4, 3), (8, 4)]
+SIZES = [1e3, 1e5, 1e6, 1e7, 1e9]
 
 
-@pytest.mark.parametrize(
-    ("per_host", "replicas"), [(1, 2), (1, 3), (1, 12), (2, 2), (2, 8), (2, 12), (4, 3), (4, 12)]
-)
-def test_ring_is_what_its_messages_take(per_host, replicas):
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("per_host", "hosts"), HOSTS)
+def test_a_ring_is_what_its_messages_take(per_host, hosts, size):
+    network, replicas = Network(SLOW, FAST, per_host), per_host * hosts
+    exact = 1e-9 if 1 in (per_host, hosts) else 0.1
+    steps = 2 * (replicas - 1)
+    expected = messages.seconds(network, messages.ring(range(replicas), size / replicas, steps))
+    assert ring(network, replicas, size) == pytest.approx(expected, rel=exact)
+    sent = messages.ring(range(replicas), size, replicas - 1)
+    expected = messages.seconds(network, sent)
+    assert gather(network, replicas, size) == pytest.approx(expected, rel=exact)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("per_host", "hosts"), HOSTS)
+def test_a_hierarchy_is_what_its_messages_take(per_host, hosts, size):
     network = Network(SLOW, FAST, per_host)
-    expected = simulated_ring(network, replicas, 1e6 / replicas, 2 * (replicas - 1))
-    assert ring(network, replicas, 1e6) == pytest.approx(expected, rel=1e-9)
-    expected = simulated_ring(network, replicas, 1e6, replicas - 1)
-    assert gather(network, replicas, 1e6) == pytest.approx(expected, rel=1e-9)
+    expected = messages.seconds(network, messages.hierarchical(hosts, per_host, size))
+    assert hierarchical(network, per_host * hosts, size) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("per_host", "hosts"), HOSTS)
+def test_a_tree_is_what_its_messages_take(per_host, hosts, size):
+    """Of 32 chunks on links that are shared fairly: not always the best, in a deep tree. Where
+    latency and transfer are alike, the way up is over before the way down needs the link."""
+    network = Network(SLOW, FAST, per_host)
+    sent = messages.double_tree(hosts, per_host, size, chunks=32)
+    found = tree(network, per_host * hosts, size) / messages.seconds(network, sent)
+    assert 0.85 < found < 1.3
 
 
 def test_ring_formula():
@@ -82,15 +93,6 @@ def test_hierarchical_formula():
     for count in (2, 5, 100):  # without hosts it is a ring
         network = Network(SLOW)
         assert hierarchical(network, count, size) == pytest.approx(ring(network, count, size))
-
-
-@pytest.mark.parametrize("size", [1.0, 1e6, 1e9])
-def test_tree_is_the_best_of_all_chunks(size):
-    """(d + k)(alpha + w/k), for every k."""
-    hosts = 64
-    stages, transfer = 2 * math.log2(hosts), 2 * (hosts - 1) / hosts * size / SLOW.beta
-    best = min((stages + k) * (SLOW.alpha + transfer / k) for k in range(1, 100_000))
-    assert tree(Network(SLOW), hosts, size) == pytest.approx(best, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -155,9 +157,13 @@ def test_packs_hide_behind_the_backward_pass(packs, contention, seconds, communi
 
 
 def test_the_slowest_of_many_is_later():
-    waits = [predict(step(Pack(1, 1), jitter=0.1), n, lambda _: 0.0).wait for n in (2, 100, 10**4)]
-    drawn = np.random.default_rng(0).normal(0, 0.1, [200, 10**4]).max(axis=1).mean()
-    assert waits[0] < waits[1] < waits[2] == pytest.approx(drawn, rel=0.15)
+    """As the means of drawn ones; of two and of three, they are known."""
+    counts = [2, 3, 100, 10**4]
+    waits = [predict(step(Pack(1, 1), jitter=0.1), n, lambda _: 0.0).wait for n in counts]
+    drawn = np.random.default_rng(0).normal(0, 0.1, [200, 10**4])
+    assert waits[:2] == pytest.approx([0.1 / math.sqrt(math.pi), 0.15 / math.sqrt(math.pi)])
+    assert waits[2] == pytest.approx(drawn.reshape([-1, 100]).max(axis=1).mean(), rel=0.01)
+    assert waits[3] == pytest.approx(drawn.max(axis=1).mean(), rel=0.01)
     assert predict(step(Pack(1, 1), jitter=0.1), 1, lambda _: 1.0) == Prediction(
         1, 7.5, 0.0, 0.0, 0.0, 1.0
     )
