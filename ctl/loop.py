@@ -16,7 +16,8 @@ the one above it:
             TrainStep.clip               what all replicas have together
             TrainStep.apply              all replicas call it together, once
               Updater.__call__           `ctl.phases.apply`: updates or skips; counts the step
-                Updater._update_device   the update of each variable, by the optimizer
+                Updater._update          on each device of the strategy; by XLA, or not
+                  Updater._update_device   the update of each variable, by the optimizer
 
 `Steps._strategy_run` chooses what every replica runs. With ``jit_compile`` (`ctl.control.jit`), XLA
 compiles the whole step on one replica, and forward and backward on several. With several workers,

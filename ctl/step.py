@@ -533,8 +533,8 @@ class TrainStep(BaseStep):
         """Sums dense tensors over replicas, with `ctl.reduce.all_reduce`.
 
         An override, for instance a compressed sum, gets this replica's gradients without the loss
-        scale, in float32 at least. It must return tensors of the same shapes, equal on all
-        replicas. ctl notices a NaN or Inf on any replica, even if the override hides it. ctl then
+        scale, in float32 at least, and those of embedding tables as a whole, not by rows. It must
+        return tensors of the same shapes, equal on all replicas. ctl notices a NaN or Inf on any replica, even if the override hides it. ctl then
         sums the number of examples and the statistics in a separate all-reduce.
         """
         return self.observer.all_reduce(

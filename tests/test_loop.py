@@ -315,7 +315,7 @@ def test_the_calls_that_lead_from_train_to_the_collective(mirrored, monkeypatch,
         outer = [*(one for one in outer if one[0] < indent), (indent, name)]
         if name == "all_reduce":
             assert [name for _, name in outer] == path
-    assert [name for _, name in outer][4:] == ["apply", "__call__", "_update_device"]
+    assert [name for _, name in outer][4:] == ["apply", "__call__", "_update", "_update_device"]
 
 
 @pytest.mark.slow

@@ -524,8 +524,9 @@ class BaseStep(AutographMethods):
             return {name: float(np.asarray(value).item()) for name, value in values.items()}
 
     def metric_totals(self) -> list[tf.Tensor]:
-        """The value of each variable of `all_metrics`, over all replicas. With several workers, all
-        must call it at the same steps."""
+        """The value of each variable of `all_metrics`, over all replicas: TensorFlow combines them,
+        by sums as a rule, where it is read. With several workers, all must call it at the same
+        steps."""
         with watchdog.collective("reading the metrics"):
             return [tf.identity(v.value) for m in self.all_metrics() for v in m.variables]
 
