@@ -98,8 +98,9 @@ class TrainStep(BaseStep):
         sparse_rows: which embedding tables are trained by rows: ``"auto"``, ``"on"``, ``"lazy"`` or
             ``"off"``, see `ctl.phases.sparse_rows.Tables`.
         embedding_plan: where these tables are: ``"replicated"``, on every replica;
-            ``"sharded"``: their rows are split over all replicas, see `ctl.phases.shards`.
-            ``"auto"`` decides for each table, see `ctl.phases.table_plan`.
+            ``"sharded"``: their rows are split over all replicas, see `ctl.phases.shards`, or over
+            the parameter servers, see `ctl.phases.server_shards`. ``"auto"`` decides for each
+            table, see `ctl.phases.table_plan`.
         random_seed: seed of the run, see `seed`.
         own: values of the options that a subclass declares, see `ctl.option`.
 
@@ -534,8 +535,9 @@ class TrainStep(BaseStep):
 
         An override, for instance a compressed sum, gets this replica's gradients without the loss
         scale, in float32 at least, and those of embedding tables as a whole, not by rows. It must
-        return tensors of the same shapes, equal on all replicas. ctl notices a NaN or Inf on any replica, even if the override hides it. ctl then
-        sums the number of examples and the statistics in a separate all-reduce.
+        return tensors of the same shapes, equal on all replicas. ctl notices a NaN or Inf on any
+        replica, even if the override hides it. ctl then sums the number of examples and the
+        statistics in a separate all-reduce.
         """
         return self.observer.all_reduce(
             gradients, bytes_per_pack=self.bytes_per_pack, options=self.options

@@ -132,6 +132,11 @@ def copy_here(variable: tf.Variable) -> tf.Variable:
     return variable._get() if isinstance(variable, tf.distribute.DistributedValues) else variable
 
 
+def count_of_servers(strategy: tf.distribute.ParameterServerStrategy) -> int:
+    """The number of parameter servers. The strategy does not tell its cluster."""
+    return strategy.extended._num_ps
+
+
 def no_profile() -> str | None:
     """Says why a profile cannot be read; None if it can."""
     lost = "the time of a pack cannot be split into packing, collective and unpacking"

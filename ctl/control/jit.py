@@ -83,6 +83,8 @@ def why_not(step: TrainStep, dataset: Dataset) -> str | None:
 
 def _placement(step: TrainStep, dataset: Dataset) -> str | None:
     if not step.single_replica:
+        if replicas.is_asynchronous(step.strategy):
+            return "the variables are on parameter servers"
         several = step.strategy.num_replicas_in_sync > 1
         return "the strategy has several replicas" if several else "the strategy is mirrored"
     if _device(step) not in _MOST_PRODUCTS:

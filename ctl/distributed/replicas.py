@@ -26,10 +26,14 @@ def shares_variables(strategy: tf.distribute.Strategy) -> bool:
     return central and strategy.num_replicas_in_sync > 1
 
 
+def is_asynchronous(strategy: tf.distribute.Strategy) -> bool:
+    """Whether workers update variables of parameter servers, and do not wait for each other."""
+    return isinstance(strategy, tf.distribute.ParameterServerStrategy)
+
+
 def has_one_copy(strategy: tf.distribute.Strategy) -> bool:
     """Whether there is one copy of every variable, which several devices or workers update."""
-    asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
-    return asynchronous or shares_variables(strategy)
+    return is_asynchronous(strategy) or shares_variables(strategy)
 
 
 def is_default(strategy: tf.distribute.Strategy) -> bool:

@@ -528,7 +528,6 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
             bytes_per_pack=0 if flags.bytes_per_pack == AUTO else flags.bytes_per_pack,
             options=placement.options,
             jit_compile={"on": True, "off": False}.get(flags.jit_compile),  # else by rule
-            jit_update=False if placement.heartbeats else None,  # XLA works within one process
             sparse_rows=flags.sparse_rows,
             embedding_plan=flags.embedding_plan,
             random_seed=flags.seed,

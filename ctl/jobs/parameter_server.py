@@ -238,7 +238,7 @@ class CopyEvaluator(Evaluator):
     def copy(self) -> keras.Model:
         """Copies the trained weights to the model of the evaluator, and returns that."""
         for mine, trained in zip(self.step.model.variables, self._model.variables, strict=True):
-            mine.value.assign(trained.value.read_value())
+            mine.value.assign(tf.convert_to_tensor(trained))  # also of a table that is split
         return self.step.model
 
     def run(self, *args: Any, **kwargs: Any) -> dict[str, float]:

@@ -22,6 +22,7 @@ from ctl.errors import UsageError
 from ctl.phases import shared_programs
 from ctl.phases.optimizers import (
     Group,
+    Here,
     Optimizers,
     before_update,
     common_variables,
@@ -40,8 +41,9 @@ _VARIABLES_PER_UPDATE = 32
 
 
 def is_compiled(device: str) -> bool:
-    """Whether XLA compiles the update on ``device`` by default: on CPUs, which were measured."""
-    return "CPU" in device.upper()
+    """Whether XLA compiles the update on ``device`` by default: on CPUs, which were measured. XLA
+    works within one process, and so not on parameter servers."""
+    return "CPU" in device.upper() and "/job:ps/" not in device
 
 
 class LossScale:
@@ -308,11 +310,13 @@ class Updater:
                 group=False,
             )
         for index in by_rows:
-            variable, number = self.variables[index], self._group_of[id(self.variables[index])]
-            update = functools.partial(self._update_rows, variable, self.groups[number].optimizer)
-            strategy.extended.update(
-                variable.value, update, args=(gradients[index], rates[number]), group=False
-            )
+            number = self._group_of[id(self.variables[index])]
+            table, rate = self.tables[self.variables[index].value], rates[number]
+            for value, rows, here in table.updates(gradients[index]):
+                update = functools.partial(
+                    self._update_rows, table, here, self.groups[number].optimizer
+                )
+                strategy.extended.update(value, update, args=(rows, rate), group=False)
         # Not Keras's own increment: it reads and then assigns, so concurrent workers lose counts.
         for number in sorted(trained):  # Adam corrects by the number of its own updates
             iterations[number].assign_add(1)
@@ -365,13 +369,14 @@ class Updater:
 
     def _update_rows(
         self,
-        variable: keras.Variable,
+        table: Any,
+        here: Here,
         optimizer: keras.optimizers.Optimizer,
         value: tf.Variable,
         gradient: tf.IndexedSlices,
         rate: tf.Tensor,
     ) -> None:
-        self.tables[variable.value].update(with_rate(optimizer, rate), gradient)
+        table.update(with_rate(optimizer, rate), gradient, here)
 
     def _skip(self) -> None:
         self.skipped.assign_add(1)

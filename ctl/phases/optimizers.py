@@ -18,6 +18,9 @@ from ctl.base.tf_internals import copy_here
 from ctl.errors import UsageError
 from ctl.phases.uninitialized import Uninitialized
 
+# Gives the copy of a variable that code may read and write where it runs.
+Here: TypeAlias = Callable[[tf.Variable], tf.Variable]
+
 # Optimizers of Keras, as far as the installed one has them. A test compares each of them with plain
 # Keras on one device.
 PROVEN = tuple(
@@ -153,13 +156,17 @@ def update_variable(optimizer: Any, variable: keras.Variable, gradient: tf.Tenso
 
 
 def read_rows(
-    variable: keras.Variable, optimizer: keras.optimizers.Optimizer, numbers: tf.Tensor
+    variable: keras.Variable,
+    optimizer: keras.optimizers.Optimizer,
+    numbers: tf.Tensor,
+    here: Here = copy_here,
 ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
     """Returns rows ``numbers`` [m] of a variable [n, ...], and of its slots by name. Call it in a
-    replica or update context; in another, it reads the first copy."""
+    replica or update context; in another, it reads the first copy. ``here`` gives the copy, or the
+    part, of a variable or slot that has these rows."""
     slots = _slots_of_name(optimizer, variable)
-    rows = {name: copy_here(slot).sparse_read(numbers) for name, slot in slots.items()}
-    return copy_here(variable._value).sparse_read(numbers), rows
+    rows = {name: here(slot).sparse_read(numbers) for name, slot in slots.items()}
+    return here(variable._value).sparse_read(numbers), rows
 
 
 def write_rows(
@@ -173,6 +180,20 @@ def write_rows(
     copy_here(variable.value).scatter_update(tf.IndexedSlices(row, numbers))
     for name, slot in _slots_of_name(optimizer, variable).items():
         copy_here(slot).scatter_update(tf.IndexedSlices(slots[name], numbers))
+
+
+def add_rows(
+    variable: keras.Variable,
+    optimizer: keras.optimizers.Optimizer,
+    numbers: tf.Tensor,
+    row: tf.Tensor,
+    slots: Mapping[str, tf.Tensor],
+    here: Here,
+) -> None:
+    """Adds to what `read_rows` returns, as other workers may do meanwhile."""
+    here(variable.value).scatter_add(tf.IndexedSlices(row, numbers))
+    for name, slot in _slots_of_name(optimizer, variable).items():
+        here(slot).scatter_add(tf.IndexedSlices(slots[name], numbers))
 
 
 def _slots_of_name(
@@ -193,6 +214,7 @@ def update_rows(
     gradient: tf.IndexedSlices,
     row: tf.Tensor,
     slots: Mapping[str, tf.Tensor],
+    shared: Here | None = None,
 ) -> None:
     """Decays and updates the rows of ``gradient`` as `update_variable` does a variable. Call it in
     an update context.
@@ -203,6 +225,7 @@ def update_rows(
         gradient: has no row twice.
         row: these rows of the variable, and of its slots by name: of `read_rows`, or up to date.
         slots: see ``row``.
+        shared: of a variable that several workers update, the ``here`` of `read_rows`.
     """
     value, rate, kind = _Rows(row), optimizer.learning_rate, type(optimizer)
     each = {name: _Rows(slot) for name, slot in slots.items()}
@@ -213,6 +236,10 @@ def update_rows(
     if is_decayed(optimizer, variable):
         on_rows.assign_sub(value, value.value * tf.cast(optimizer.weight_decay * rate, row.dtype))
     on_rows.update_step(gradient.values, value, rate)
+    if shared:
+        more = {name: slot.value - slots[name] for name, slot in each.items()}
+        add_rows(variable, optimizer, gradient.indices, value.value - row, more, shared)
+        return
     after = {name: slot.value for name, slot in each.items()}
     write_rows(variable, optimizer, gradient.indices, value.value, after)
 

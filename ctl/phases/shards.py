@@ -70,16 +70,20 @@ class Shards:
         if late:
             table.become(part, self.here)
         else:
-            Split(self, part).assign(self.copies(whole)[0].value())
+            self.split(part).assign(self.copies(whole)[0].value())
         table._value, table._shape = part, tuple(part.shape)
 
     def unsplit(self, table: keras.Variable) -> None:
         """Makes ``table`` whole again on every replica. All workers must call it."""
-        parts = Split(self, table._value)
+        parts = self.split(table._value)
         parts.gather(keep=True)
         with self.strategy.scope():
             table._value = tf.Variable(parts.value(), name=parts.name.removesuffix(":0"))
         table._shape = tuple(table._value.shape)
+
+    def split(self, variable: tf.Variable, read: Read | None = None) -> Split:
+        """What stands for ``variable``, with rows of a replica, in the state of a checkpoint."""
+        return Split(self, variable, read)
 
     def copies(self, variable: tf.Variable | tf.Tensor) -> Sequence[tf.Variable | tf.Tensor]:
         """Those of the replicas of this worker."""
@@ -152,7 +156,7 @@ def look_up(wanted: Sequence[Wanted]) -> list[tf.Tensor]:
     first, total = ends - sizes, int(ends[-1, -1])
     numbers = []
     for (shards, its, _), start, place in zip(wanted, starts, first, strict=True):
-        with tf.control_dependencies([_check_inside(its, shards.rows)]):
+        with tf.control_dependencies([check_inside(its, shards.rows)]):
             owner = tf.searchsorted(start[1:], its, side="right")
         numbers.append(its + tf.gather(place - start, owner))
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -169,7 +173,7 @@ def look_up(wanted: Sequence[Wanted]) -> list[tf.Tensor]:
     return tf.split(rows, tf.stack([tf.size(its) for its in numbers]), num=len(wanted))
 
 
-def _check_inside(numbers: tf.Tensor, rows: int) -> tf.Operation:
+def check_inside(numbers: tf.Tensor, rows: int) -> tf.Operation:
     outside = tf.boolean_mask(numbers, (numbers < 0) | (numbers >= rows))
     # In the words of TensorFlow, which `local_batch.translate_graph_checks` knows.
     said = tf.strings.format(f"indices[0] = {{}} is not in [0, {rows})", tf.reduce_max(outside))

@@ -8,6 +8,7 @@ backward pass, the all-reduce and the update.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,8 @@ from ctl.distributed import replicas
 from ctl.errors import UsageError
 from ctl.phases.deferred import Deferred, Rule, rule_of, why_not_lazy
 from ctl.phases.fetching import fetch_first, fetched, unfetch
-from ctl.phases.optimizers import optimizer_of, read_rows, slots_of, update_rows
+from ctl.phases.optimizers import Here, optimizer_of, read_rows, slots_of, update_rows
+from ctl.phases.server_shards import ServerShards, servers_of
 from ctl.phases.shards import Shards, Split, Wanted, look_up
 from ctl.phases.uninitialized import Uninitialized, in_stateless_scope
 from ctl.reduce import densify, sum_rows
@@ -45,7 +47,9 @@ class Table:
         variable: of Keras; of a table that is split, with the rows of a replica.
         optimizer: of the variable, which is built.
         deferred: what its rows have missed; None if the optimizer moves no row without a gradient.
-        shards: how its rows are split over the replicas; None if each has all of them.
+        shards: how its rows are split, over replicas or parameter servers; None if each replica has
+            all of them.
+        asynchronous: whether workers update it that do not wait for each other.
 
     Attributes:
         rows: number of rows of the whole table.
@@ -58,20 +62,27 @@ class Table:
         variable: keras.Variable,
         optimizer: keras.optimizers.Optimizer,
         deferred: Deferred | None,
-        shards: Shards | None,
+        shards: Shards | ServerShards | None,
+        asynchronous: bool,
     ):
         self.variable, self._optimizer = variable, optimizer
         self.deferred, self.shards = deferred, shards
         self.rows = shards.rows if shards else variable.shape[0]
         self.parts: dict[int, Split] = {}
         self.whole: Split | None = None
-        if shards:
+        self._asynchronous = asynchronous
+        if isinstance(shards, ServerShards):
+            for slot in slots_of(optimizer, variable):
+                shards.add_slot(variable.value, slot)
+        elif shards:
             self._from_outside = shards.from_outside(self.look_up)
+        if shards:
             split = [variable.value, *slots_of(optimizer, variable)]
             split += [deferred.last] if deferred else []
-            self.parts = {id(part): Split(shards, part) for part in split}
-            as_it_is = self.parts[id(variable.value)]
-            self.whole = Split(shards, variable.value, self.read) if deferred else as_it_is
+            self.parts = {id(part): shards.split(part) for part in split}
+            self.whole = self.parts[id(variable.value)]
+        if isinstance(shards, Shards) and deferred:
+            self.whole = shards.split(variable.value, self.read)
         if self.is_special:
             variable.__class__ = _Variable
             variable._table, variable._shape = self, (self.rows, *variable.shape[1:])
@@ -81,8 +92,16 @@ class Table:
         """Whether the rows of the variable are not those that a reader means."""
         return bool(self.deferred or self.shards)
 
+    @property
+    def needs_all_replicas(self) -> bool:
+        """Whether other replicas hold some of the rows."""
+        return isinstance(self.shards, Shards)
+
     def read(self, places: tf.Tensor) -> tf.Tensor:
-        """Rows of this replica's variable by their places in it, up to date."""
+        """Rows of this replica's variable by their places in it, up to date. Of a table that is
+        split over parameter servers, rows by their numbers."""
+        if isinstance(self.shards, ServerShards):
+            return self.shards.read(self.variable._value, places)
         if self.deferred:
             return self.deferred.read(places)[0]
         return copy_here(self.variable._value).sparse_read(places)
@@ -90,8 +109,8 @@ class Table:
     def look_up(self, numbers: tf.Tensor) -> tf.Tensor:
         """Returns rows ``numbers`` [m] of the table, none of which is there twice. Of a table that
         is split, all replicas must call it."""
-        if not self.shards:
-            rows = self.read(numbers)
+        if not self.needs_all_replicas:
+            rows = self.read(tf.cast(numbers, tf.int64))
         elif _in_replica():
             (rows,) = look_up([self.wanted(tf.cast(numbers, tf.int64))])
         else:
@@ -107,13 +126,26 @@ class Table:
         """Returns ``rows``, whose gradient is that of rows ``numbers`` of this replica's table."""
         return _with_rows(copy_here(self.variable._value), numbers, rows)
 
-    def update(self, optimizer: Any, gradient: tf.IndexedSlices) -> None:
-        """Updates the rows of ``gradient``, none of which is there twice, with ``optimizer`` of
-        `optimizers.with_rate`. Call it in an update context."""
-        gradient = self.shards.own(gradient) if self.shards else gradient
+    def updates(
+        self, gradient: tf.IndexedSlices
+    ) -> Iterator[tuple[tf.Variable, tf.IndexedSlices, Here]]:
+        """Yields what `update` is called with, in the update context of the variable: rows of
+        ``gradient``, none of which is there twice. There are several of a table that is split over
+        parameter servers."""
+        variable = self.variable.value
+        if not isinstance(self.shards, ServerShards):
+            yield variable, gradient, copy_here
+            return
+        for server, (part, rows) in enumerate(self.shards.of_servers(variable, gradient)):
+            yield part, rows, functools.partial(self.shards.part, server=server)
+
+    def update(self, optimizer: Any, gradient: tf.IndexedSlices, here: Here) -> None:
+        """Updates rows with ``optimizer`` of `optimizers.with_rate`, see `updates`."""
+        gradient = self.shards.own(gradient) if isinstance(self.shards, Shards) else gradient
         places, table = gradient.indices, self.variable
         if not self.deferred:
-            update_rows(optimizer, table, gradient, *read_rows(table, self._optimizer, places))
+            rows = read_rows(table, self._optimizer, places, here)
+            update_rows(optimizer, table, gradient, *rows, here if self._asynchronous else None)
             return
         update_rows(optimizer, table, gradient, *self.deferred.read(places))
         self.deferred.note_update(places, optimizer.learning_rate)
@@ -170,11 +202,12 @@ class Tables:
             rows; or one that is split.
     """
 
-    def __init__(self, step: Any, shards: Mapping[int, Shards]):
+    def __init__(self, step: Any, shards: Mapping[int, Shards | ServerShards]):
         self._room = 0  # steps for which all histories have room, at least
         self._of: dict[int, Table] = {}  # by the id of their tf.Variable
         by_way: dict[str, list[tuple[str, int]]] = {}
         split: list[keras.layers.Embedding] = []
+        asynchronous = replicas.is_asynchronous(step.strategy)
         for variable, layers in tables_of(step):
             parts = shards.get(id(variable))
             if not parts and not _is_wanted(step, variable):
@@ -196,17 +229,18 @@ class Tables:
                 )
             way = f"dense, because {rule}" if isinstance(rule, str) else "by rows"
             way += ", lazily" if step.sparse_rows == "lazy" else ""
-            way += ", split over the replicas" if parts else ""
+            where = "parameter servers" if asynchronous else "replicas"
+            way += f", split over the {where}" if parts else ""
             by_way.setdefault(way, []).append((variable.path, size))
             if isinstance(rule, str):
                 continue
             with step.strategy.scope():
                 deferred = Deferred(variable, optimizer, rule, step.strategy) if rule else None
-            table = Table(variable, optimizer, deferred, parts)
+            table = Table(variable, optimizer, deferred, parts, asynchronous)
             self._of[id(variable.value)] = table
             for layer in layers:
                 vars(layer)["call"] = _Lookup(layer)
-            split += layers if parts else []
+            split += layers if table.needs_all_replicas else []
         fetch_first(step.tracked.layer, split)
         for way, tables in by_way.items():
             names, size = names_of([path for path, _ in tables]), sum(n for _, n in tables)
@@ -321,11 +355,12 @@ class Tables:
 
 
 @contextlib.contextmanager
-def split_tables(step: Any) -> Iterator[dict[int, Shards]]:
+def split_tables(step: Any) -> Iterator[dict[int, Shards | ServerShards]]:
     """Takes over the tables of ``step``'s model from an earlier step. With
-    ``embedding_plan="sharded"``, splits those that ``sparse_rows`` wants by rows over the replicas;
-    with ``"auto"``, those that the plan says. The other tables that wait for values get them.
-    If something is raised inside, they become whole again. All workers must call it.
+    ``embedding_plan="sharded"``, splits those that ``sparse_rows`` wants by rows over the replicas,
+    or the parameter servers; with ``"auto"``, those that the plan says, or over parameter servers
+    those that can be split. The other tables that wait for values get them. If something is raised
+    inside, they become whole again. All workers must call it.
 
     Yields:
         how a table is split, by the id of its Keras variable.
@@ -337,19 +372,19 @@ def split_tables(step: Any) -> Iterator[dict[int, Shards]]:
         unfetch(layer)
         if isinstance(layer, keras.layers.Embedding) and layer.built:
             _release(layer)
-    shards: dict[int, Shards] = {}
+    shards: dict[int, Shards | ServerShards] = {}
     tables = tables_of(step) if step.embedding_plan != "replicated" else []
-    split = _planned(step, "split") if step.embedding_plan == "auto" else None  # None: all
+    kind = ServerShards if replicas.is_asynchronous(step.strategy) else Shards
+    where = "parameter servers" if kind is ServerShards else "replicas"
     try:
         for variable, layers in tables:
-            wanted = _is_wanted(step, variable) if split is None else variable.path in split
-            if step.strategy.num_replicas_in_sync > 1 and wanted:
+            if _places(step.strategy) > 1 and _is_wanted_split(step, variable, layers):
                 if why := why_whole(step, step.strategy, variable, layers):
                     raise UsageError(
-                        f"layer {layers[0].name} cannot be split over the replicas, because {why}: "
+                        f"layer {layers[0].name} cannot be split over the {where}, because {why}: "
                         "give embedding_plan=replicated (--embedding_plan=replicated)"
                     )
-                shards[id(variable)] = Shards(variable, step.strategy)
+                shards[id(variable)] = kind(variable, step.strategy)
         if step.embedding_plan == "sharded" and not shards:
             logging.warning("embedding_plan=sharded splits no table: %s", _why_none(step, tables))
         for layer in replicas.layers_of(step.tracked.layer):
@@ -365,6 +400,11 @@ def split_tables(step: Any) -> Iterator[dict[int, Shards]]:
         raise
 
 
+def _places(strategy: tf.distribute.Strategy) -> int:
+    """The number of parts of a table that is split."""
+    return servers_of(strategy) or strategy.num_replicas_in_sync
+
+
 def _bytes_of(table: keras.Variable) -> int:
     return table.shape.num_elements() * tf.as_dtype(table.dtype).size
 
@@ -377,6 +417,16 @@ def _is_wanted(step: Any, table: keras.Variable) -> bool:
     return takes_all(step) or (large and step.sparse_rows == "auto")
 
 
+def _is_wanted_split(step: Any, table: keras.Variable, layers: Sequence[Any]) -> bool:
+    """Whether ``embedding_plan``, which is not ``"replicated"``, wants ``table`` to be split."""
+    if step.embedding_plan == "sharded":
+        return _is_wanted(step, table)
+    if not replicas.is_asynchronous(step.strategy):
+        return table.path in _planned(step, "split")
+    rule = rule_for(step, optimizer_of(step.optimizer, table), table)
+    return _is_wanted(step, table) and not (rule or why_whole(step, step.strategy, table, layers))
+
+
 def takes_all(step: Any) -> bool:
     """Whether ``sparse_rows`` asks for all tables, or an error."""
     return step.sparse_rows in ("on", "lazy")
@@ -386,7 +436,16 @@ def rule_for(
     step: Any, optimizer: keras.optimizers.Optimizer, table: keras.Variable
 ) -> Rule | str | None:
     """As `rule_of`; with ``sparse_rows="lazy"``, rows that have no gradient do not move."""
-    return why_not_lazy(optimizer) if step.sparse_rows == "lazy" else rule_of(optimizer, table)
+    if step.sparse_rows == "lazy":
+        return why_not_lazy(optimizer)
+    rule = rule_of(optimizer, table)
+    if isinstance(rule, Rule) and replicas.is_asynchronous(step.strategy):
+        return (
+            f"{type(optimizer).__name__} moves rows that have no gradient, which cannot be made up "
+            "for where workers do not wait for each other; with sparse_rows=lazy "
+            "(--sparse_rows=lazy), they stay"
+        )
+    return rule
 
 
 def _planned(step: Any, *ways: str) -> set[str]:
@@ -420,7 +479,7 @@ def why_whole(
     layers: Sequence[keras.layers.Embedding],
 ) -> str | None:
     """Why ``table`` of ``layers`` cannot be split; None if it can be, or its optimizer decides."""
-    if step.accumulate_steps > 1:
+    if step.accumulate_steps > 1 and not replicas.is_asynchronous(strategy):
         return "micro-batches run in a loop, in which TensorFlow has no collectives of replicas"
     if optimizer_of(step.optimizer, table).built:
         return "its optimizer was built before the step, with the whole table"
@@ -428,8 +487,8 @@ def why_whole(
 
 
 def _why_none(step: Any, tables: Sequence[Any]) -> str:
-    if step.strategy.num_replicas_in_sync == 1:
-        return "there is one replica"
+    if _places(step.strategy) == 1:
+        return f"there is one {'parameter server' if servers_of(step.strategy) else 'replica'}"
     if not tables or step.sparse_rows == "off":
         return "none is trained by rows"
     least = size_text(LEAST_BYTES)
@@ -456,7 +515,7 @@ def why_dense(
         return "ema_decay averages all rows"
     if step.log_norms:
         return "log_norms takes the norms of all rows"
-    if replicas.has_one_copy(strategy):
+    if replicas.shares_variables(strategy):
         return "the strategy keeps one copy of each variable"
     if isinstance(strategy, tf.distribute.TPUStrategy):
         return "the device is a TPU"

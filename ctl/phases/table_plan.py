@@ -24,7 +24,7 @@ from ctl.base.tf_internals import gpu_memory_limits
 from ctl.base.units import size_text
 from ctl.data.global_batches import read_again
 from ctl.distributed import workers
-from ctl.distributed.replicas import devices_of
+from ctl.distributed.replicas import devices_of, is_asynchronous
 from ctl.phases.fetching import ids_of
 from ctl.phases.optimizers import optimizer_of, slots_of
 from ctl.phases.plan.plan import TableWay, lines_of
@@ -62,8 +62,8 @@ def plan_tables(step: Any, strategy: tf.distribute.Strategy, dataset: Any) -> No
     ``"auto"``; sets its ``table_plan`` and logs it. All workers must call it, before the step is
     built. Reads a batch of ``dataset``, if that takes little time, and computes the ids that it
     looks up. Raises `PeerError`."""
-    if step.embedding_plan != "auto":
-        return
+    if step.embedding_plan != "auto" or is_asynchronous(strategy):
+        return  # parameter servers split what is large, see `split_tables`
     order = {id(variable): n for n, variable in enumerate(step.model.trainable_variables)}
     tables = sorted(tables_of(step), key=lambda table: order[id(table[0])])
     if not tables:

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import BATCH, CLASSES, FEATURES, examples, largest_difference, mlp
+from helpers import BATCH, examples, largest_difference, mlp, words_and_features
 from paths import SUPPORT
 
 from ctl import launch
@@ -80,12 +80,12 @@ class Process:
 
 
 class Job(dict):
-    """A coordinator, two workers and a parameter server by name, without the launcher."""
+    """A coordinator, two workers and two parameter servers by name, without the launcher."""
 
     def __init__(self, out: Path):
         self._out = out
-        self._addresses = launch.cluster(2, ps=1)
-        for name in ("chief 0", "worker 0", "worker 1", "ps 0"):
+        self._addresses = launch.cluster(2, ps=2)
+        for name in ("chief 0", "worker 0", "worker 1", "ps 0", "ps 1"):
             self.start(name)
 
     def start(self, name: str) -> None:
@@ -105,10 +105,9 @@ def one_device(mirrored) -> tuple[Loop, keras.Model]:
     """The same training on one replica."""
     strategy = mirrored(1)
     with strategy.scope():
-        layers = [keras.layers.Input([FEATURES]), keras.layers.Dense(8, activation="tanh")]
-        layers += [keras.layers.BatchNormalization(), keras.layers.Dense(CLASSES)]
-        model = keras.Sequential(layers)
+        model = words_and_features()
         options = {"clip_norm": 0.3, "jit_update": False, "class_weight": {0: 0.5, 1: 5.0}}
+        options["sparse_rows"] = "lazy"
         step = TrainStep(model, keras.optimizers.AdamW(0.01), **options)
         metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
         eval_step = EvalStep(model, metrics=[metric])
@@ -131,10 +130,15 @@ def weights(out: Path, step: int) -> list[np.ndarray]:
 @pytest.mark.sample
 def test_workers_come_and_go(tmp_path, mirrored):
     """Worker 1 is killed and comes back, then worker 0 is killed, then worker 1 again. With one
-    worker nothing is asynchronous, and the weights must be those of one device."""
+    worker nothing is asynchronous, and the weights must be those of one device, which has the whole
+    table, each server half of it."""
     with Job(tmp_path) as job:
         chief = job["chief 0"]
         chief.until("at 0:")
+        table, *slots = json.loads(chief.until("parts (.*)")[1])
+        assert [rows for _, rows in table] == [51, 52]
+        assert {device.split("/")[3] for device, _ in table} == {"task:0", "task:1"}
+        assert slots == [table] * 2
         job["worker 1"].kill()
         chief.until("worker 1 was lost")
         chief.order("train")
@@ -167,7 +171,7 @@ def test_workers_come_and_go(tmp_path, mirrored):
         chief.until("(?s:worker 1 was lost.*){2}")
         chief.order("train")
         lost = time.monotonic()
-        assert [chief.wait(), job["ps 0"].wait()] == [5, 5], chief.output[-2000:]
+        assert [job[name].wait() for name in ("chief 0", "ps 0", "ps 1")] == [5, 5, 5]
         assert time.monotonic() - lost < 20
     assert "no worker has been connected for 3 s (--worker_timeout): worker 0 at" in chief.lines[-1]
 

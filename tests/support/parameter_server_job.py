@@ -21,7 +21,7 @@ console.load_tensorflow(errors=False)
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
-from helpers import BATCH, CLASSES, FEATURES, examples  # noqa: E402
+from helpers import BATCH, examples, words_and_features  # noqa: E402
 
 import ctl  # noqa: E402
 from ctl.distributed.strategy import make_parameter_server  # noqa: E402
@@ -33,12 +33,6 @@ from ctl.jobs.parameter_server import (  # noqa: E402
 
 OUT = Path(sys.argv[1])
 STEPS = 20
-
-
-def network() -> keras.Model:
-    layers = [keras.layers.Input([FEATURES]), keras.layers.Dense(8, activation="tanh")]
-    layers += [keras.layers.BatchNormalization(), keras.layers.Dense(CLASSES)]
-    return keras.Sequential(layers)
 
 
 def accuracy() -> keras.metrics.Metric:
@@ -53,7 +47,15 @@ class Recovered(logging.Handler):
             print(record.getMessage(), flush=True)
 
 
+def tell_parts(loop: ctl.Loop) -> None:
+    """Prints on which task each part of the table and of its slots is, and how many rows it has."""
+    (table,) = loop.step.tables
+    parts = [[(part.device, part.shape[0]) for part in parts] for parts in table.shards.all_parts]
+    print("parts", json.dumps(parts), flush=True)
+
+
 def obey(loop: ctl.Loop) -> None:
+    tell_parts(loop)
     while True:
         step = loop.global_step
         np.savez(OUT / f"step-{step}.npz", *loop.step.model.get_weights())
@@ -75,16 +77,17 @@ def obey(loop: ctl.Loop) -> None:
 def asynchronous_loop(placement) -> ctl.Loop:
     keras.utils.set_random_seed(0)
     with placement.strategy.scope():
-        model = network()
+        model = words_and_features()
         step = ctl.TrainStep(
             model,
             keras.optimizers.AdamW(0.01),
             metrics=[accuracy()],
             class_weight={0: 0.5, 1: 5.0},
             clip_norm=0.3,
-            jit_update=False,
+            sparse_rows="lazy",
+            embedding_plan="sharded",
         )
-    copy = ctl.EvalStep(network(), metrics=[accuracy()])
+    copy = ctl.EvalStep(words_and_features(), metrics=[accuracy()])
     test = ctl.data.InMemory(examples(101, seed=1), global_batch_size=BATCH, training=False)
     return ParameterServerLoop(
         step,

@@ -1,0 +1,160 @@
+"""Trains embedding tables on three parameter servers, which are threads of this process, and on one
+device. Prints JSON: the largest difference of a weight, by case, and what is split or refused.
+
+python servers_in_one_process.py OUT
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from ctl.base import console
+
+console.log_to_terminal()
+console.load_tensorflow()
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+from paths import BENCHMARKS  # noqa: E402
+
+import ctl  # noqa: E402
+from ctl.errors import UsageError  # noqa: E402
+from ctl.jobs.parameter_server import ParameterServerLoop  # noqa: E402
+
+sys.path.append(str(BENCHMARKS / "peers"))
+
+from sent_bytes import sent_bytes  # noqa: E402
+
+OUT = Path(sys.argv[1])
+SERVERS, BATCH, CLASSES, STEPS = 3, 16, 3, 12
+ROWS = 100_000  # of a large table, 8 wide
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.5),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.3),
+    "adam, lazily": lambda: keras.optimizers.Adam(0.01, epsilon=1e-4),
+}
+
+
+def examples() -> tuple[dict[str, np.ndarray], np.ndarray]:
+    random = np.random.default_rng(0)
+    words = random.zipf(1.3, (240, 4)) % 100
+    return (
+        {"words": words.astype("int32"), "city": random.integers(0, 7, 240)},
+        random.integers(0, CLASSES, 240),
+    )
+
+
+def make_model(rows: int) -> keras.Model:
+    """Two features share a table; another has 7 rows, on three servers."""
+    keras.utils.set_random_seed(1)
+    words, city = keras.Input([4], dtype="int32", name="words"), keras.Input([], name="city")
+    table = keras.layers.Embedding(rows, 8)
+    parts = [keras.layers.GlobalAveragePooling1D()(table(words)), table(words[:, 0])]
+    parts += [keras.layers.Embedding(7, 2)(city)]
+    logits = keras.layers.Dense(CLASSES)(keras.layers.Concatenate()(parts))
+    return keras.Model({"words": words, "city": city}, logits)
+
+
+def make_loop(
+    kind: str,
+    strategy: tf.distribute.Strategy | None,
+    directory: str,
+    rows: int = 100,
+    **options: Any,
+) -> ctl.Loop:
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        options = {
+            "sparse_rows": "lazy" if "lazily" in kind else "on",
+            "embedding_plan": "sharded" if strategy else "replicated",
+            **options,
+        }
+        step = ctl.TrainStep(make_model(rows), OPTIMIZERS[kind](), clip_norm=1.0, **options)
+    data = ctl.data.InMemory(examples(), global_batch_size=BATCH)
+    checkpoints = ctl.CheckpointManager(OUT / directory, keep=9)
+    if not strategy:
+        return ctl.Loop(step, data, checkpoints=checkpoints)
+    tasks = mock.Mock(workers=["worker 0"], asked_to_stop=False)
+    return ParameterServerLoop(
+        step, data, strategy=strategy, heartbeats=tasks, checkpoints=checkpoints
+    )
+
+
+def trained(
+    kind: str,
+    strategy: tf.distribute.Strategy | None,
+    directory: str,
+    until: int = STEPS,
+    **options: Any,
+) -> ctl.Loop:
+    """Goes on with what is in ``directory``, and saves."""
+    loop = make_loop(kind, strategy, directory, **options)
+    loop.restore()
+    loop.train(until)
+    loop.save(wait=True)
+    return loop
+
+
+def difference(one: ctl.Loop, other: ctl.Loop) -> float:
+    """The largest of a weight."""
+    pairs = zip(one.step.model.get_weights(), other.step.model.get_weights(), strict=True)
+    return max(float(np.abs(a - b).max()) for a, b in pairs)
+
+
+def start_servers() -> tf.distribute.Strategy:
+    ports = []
+    with contextlib.ExitStack() as stack:
+        for _ in range(SERVERS + 1):
+            free = stack.enter_context(socket.socket())
+            free.bind(("127.0.0.1", 0))
+            ports.append(free.getsockname()[1])
+    worker, *servers = [f"127.0.0.1:{port}" for port in ports]
+    cluster = tf.train.ClusterSpec({"worker": [worker], "ps": servers})
+    for kind, count in (("worker", 1), ("ps", SERVERS)):
+        for index in range(count):
+            _running.append(tf.distribute.Server(cluster, kind, index, protocol="grpc"))
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, rpc_layer="grpc")
+    return tf.distribute.ParameterServerStrategy(resolver)
+
+
+_running: list[tf.distribute.Server] = []
+
+
+def run() -> None:
+    strategy, found = start_servers(), {}
+    for kind in OPTIMIZERS:
+        options = {"accumulate_steps": 2} if kind == "sgd" else {}
+        split = trained(kind, strategy, f"{kind} split", **options)
+        whole = trained(kind, None, f"{kind} whole", **options)
+        found[kind] = difference(split, whole)
+    for directory, first, then in (("from", strategy, None), ("to", None, strategy)):
+        trained(kind, first, directory, STEPS // 2)
+        found[directory] = difference(trained(kind, then, directory), whole)
+    with strategy.scope():
+        again = ctl.TrainStep(split.step.model, OPTIMIZERS["sgd"]())
+    again.build(strategy)
+    found["made whole again"] = difference(split, whole)
+    loop = make_loop("adagrad", strategy, "auto", embedding_plan="auto")
+    found["auto"] = sum(table.shards is not None for table in loop.step.tables)
+    loop = make_loop("adagrad", strategy, "large", rows=ROWS)
+    loop.train(1)
+    before = sent_bytes()
+    loop.train(STEPS)
+    found["sent"] = (sent_bytes() - before) / (STEPS - 1)
+    try:
+        make_loop(kind, strategy, "refused", sparse_rows="on")
+    except UsageError as error:
+        found["refused"] = str(error)
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # the servers cannot be stopped in another way
+
+
+if __name__ == "__main__":
+    run()
