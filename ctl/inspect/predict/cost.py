@@ -77,8 +77,8 @@ def ring(network: Network, replicas: int, size: float) -> float:
 def _around(network: Network, replicas: int, chunk: float, steps: int) -> float:
     """Seconds of a ring in which every replica passes on ``chunk`` bytes in each step.
 
-    A replica sends what it has received in the step before, so no step waits for the slowest link:
-    the last to end is the chunk that goes from host to host most often, or the slowest link.
+    A replica sends what it has received in the step before. So the time is that of the chunk that
+    goes from host to host most often, or that of the slowest link, if it is never idle.
     """
     hosts, local = network.shape(replicas)
     crossings = math.ceil(steps * hosts / replicas) if hosts > 1 else 0
