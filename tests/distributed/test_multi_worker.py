@@ -33,6 +33,7 @@ pytestmark = pytest.mark.slow  # starts processes
 KILLS = 2
 
 
+@functools.cache
 def one_device(mirrored, synchronized: bool = False, data=None):
     """The same training on one replica."""
     strategy = mirrored(1)
