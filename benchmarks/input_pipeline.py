@@ -45,6 +45,9 @@ with group("What is measured"):
     _JPEGS = flags.DEFINE_integer(
         "stream_jpegs", 0, "if given: JPEGs of 224x224 to make and to stream", lower_bound=0
     )
+    _PEERS = flags.DEFINE_list(
+        "stream_peers", list(streams.PEERS.values()), "what is streamed beside ctl"
+    )
 with group("How"):
     _ROUNDS = flags.DEFINE_integer("rounds", 7, "blocks of each pipeline", lower_bound=1)
     _STEPS = flags.DEFINE_integer("steps", 2000, "steps of a block", lower_bound=1)
@@ -142,6 +145,7 @@ def stream(about: dict[str, Any]) -> None:
             answers = streams.measure(
                 pathlib.Path(folder),
                 kind,
+                _PEERS.value,
                 batch=_BATCH.value,
                 steps=_STREAM_STEPS.value,
                 rounds=_ROUNDS.value,
@@ -155,6 +159,7 @@ def stream(about: dict[str, Any]) -> None:
 
 def main() -> None:
     check_names("unknown pipeline", _PIPELINES.value, PIPELINES)
+    check_names("unknown peer", _PEERS.value, streams.PEERS.values())
     if "tutorial" not in _PIPELINES.value:
         raise UsageError("--pipelines must include tutorial, the base of the ratios")
     for replicas in _REPLICAS.value:

@@ -32,11 +32,10 @@ from ctl.flags.parsing import check_flags, group, run_command
 Block = Callable[[], float]
 
 _HERE = pathlib.Path(__file__).resolve().parents[1]
-_BLOCK_SECONDS = 0.3
 
 
 def trains(stack: contextlib.ExitStack, tree: pathlib.Path, *arguments: str) -> Block:
-    """A loop that trains about 0.3 s in a block."""
+    """A loop that trains about --block_seconds in a block."""
     peer = _peer(stack, tree, "ctl_loop.py", *arguments)
 
     def block(steps: int) -> float:
@@ -45,7 +44,7 @@ def trains(stack: contextlib.ExitStack, tree: pathlib.Path, *arguments: str) -> 
 
     for _ in range(3):
         block(20)
-    steps = max(1, round(_BLOCK_SECONDS / block(20)))
+    steps = max(1, round(_BLOCK_SECONDS.value / block(20)))
     return lambda: block(steps)
 
 
@@ -101,6 +100,7 @@ with group("How"):
     _PROCESSES = flags.DEFINE_integer("processes", 3, "pairs of processes", lower_bound=1)
     _ROUNDS = flags.DEFINE_integer("rounds", 11, "of each pair", lower_bound=6)
     _TOLERANCE = flags.DEFINE_float("tolerance", 0.02, "slower by less is equal", lower_bound=0)
+    _BLOCK_SECONDS = flags.DEFINE_float("block_seconds", 0.3, "of training", lower_bound=0)
     _TIMEOUT = flags.DEFINE_float("timeout", 300.0, "seconds for one answer of a process")
     _JSON = flags.DEFINE_string("json", None, "file for the results")
 

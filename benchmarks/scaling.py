@@ -51,11 +51,13 @@ with group("The links between workers"):
 with group("How"):
     _ROUNDS = flags.DEFINE_integer("rounds", 5, "of every job in turn", lower_bound=1)
     _STEPS = flags.DEFINE_integer("steps", 40, "of a block", lower_bound=1)
+    _LINK_SECONDS = flags.DEFINE_float(
+        "link_seconds", 0.5, "of all-reduces of each size, about", lower_bound=0
+    )
     _TIMEOUT = flags.DEFINE_float("timeout", 300.0, "seconds for one answer of a process")
     _JSON = flags.DEFINE_string("json", None, "file for the results")
 
 _LINK_SIZES = [1 << k for k in range(10, 25, 2)]  # 1 KiB to 16 MiB
-_EFFORT = {"iterations": 40, "seconds": 0.5, "warm_up": 3}
 
 
 def _check_counts(counts: list[str], strategy: str, batch: int, mbit: float | None) -> None:
@@ -120,7 +122,7 @@ def started(counts: list[int]) -> Iterator[list[Group]]:
             about = [peer.answer(_TIMEOUT.value) for peer in peers][0]
             if "unavailable" in about:
                 raise UsageError(about["unavailable"])
-            effort = Effort(timeout=_TIMEOUT.value, **_EFFORT)
+            effort = Effort(40, _LINK_SECONDS.value, 3, _TIMEOUT.value)
             job = Job(title, peers, count, about["device"], effort)
             groups.append(Group(job, about["gradient_bytes"]))
         progress("")

@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import io
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,8 +61,8 @@ def write(folder: Path, count: int, kind: Kind) -> None:
     import tensorflow_datasets as tfds
 
     tfds.disable_progress_bar()
-    random = np.random.default_rng(0)
-    coarse = random.integers(256, size=[kind.distinct, 16, 16, 3], dtype=np.uint8)
+    random, distinct = np.random.default_rng(0), min(count, kind.distinct)
+    coarse = random.integers(256, size=[distinct, 16, 16, 3], dtype=np.uint8)
     encode = {"png": tf.io.encode_png, "jpeg": tf.io.encode_jpeg}[kind.encoding]
     files = []
     for image in coarse.repeat(kind.side // 16, axis=1).repeat(kind.side // 16, axis=2):
@@ -90,7 +91,7 @@ def write(folder: Path, count: int, kind: Kind) -> None:
 
         def _generate_examples(self) -> Any:
             for number in range(count):
-                image = io.BytesIO(files[number % kind.distinct])
+                image = io.BytesIO(files[number % distinct])
                 yield number, {"image": image, "label": number % 10}
 
     config = tfds.download.DownloadConfig(num_shards=16)
@@ -106,11 +107,20 @@ def _has_grain() -> bool:
 
 
 def measure(
-    folder: Path, kind: Kind, *, batch: int, steps: int, rounds: int, timeout: float
+    folder: Path,
+    kind: Kind,
+    beside: Sequence[str],
+    *,
+    batch: int,
+    steps: int,
+    rounds: int,
+    timeout: float,
 ) -> dict[str, Any]:
-    """The answers of each round, by row and by what was asked; none for what is not installed."""
-    answers: dict[str, Any] = {name: {"start": [], "late": [], "steps": []} for name in ROWS}
-    rows = {name: row for name, row in ROWS.items() if row.kind != "grain" or _has_grain()}
+    """The answers of each round, by row and by what was asked; none for what is not installed.
+    ``beside``: kinds of `PEERS`."""
+    asked = {name: row for name, row in ROWS.items() if row.kind in ("ctl", *beside)}
+    answers: dict[str, Any] = {name: {"start": [], "late": [], "steps": []} for name in asked}
+    rows = {name: row for name, row in asked.items() if row.kind != "grain" or _has_grain()}
     with contextlib.ExitStack() as stack:
         peers: dict[str, Peer] = {}  # all rows of ctl have one process
         for name, row in rows.items():
@@ -181,7 +191,7 @@ def show(answers: dict[str, Any], images: int) -> None:
     for where in ("", ", 2 replicas", f", {FIRST_WORKER}"):
         for peer in PEERS:
             theirs, ours = f"{peer}{where}", f"ctl{where}"
-            if answers[theirs]["steps"]:
+            if theirs in answers and answers[theirs]["steps"]:
                 rate, per_cpu = ratio(theirs, ours, "seconds"), ratio(theirs, ours, "cpu_seconds")
                 print(f"ctl / {theirs}: images/s {rate}, per CPU s {per_cpu}")
     for worker in WORKERS:

@@ -155,13 +155,13 @@ def test_watch_a_run_from_before_its_start(zygote, tmp_path):
         "--replicas=2",
     )
     watch.until("waiting for a run of ctl.train")
-    options = ["--model=dense", "--train_steps=600", "--evaluate_every=200", "--keep=10"]
+    options = ["--model=dense", "--train_steps=300", "--evaluate_every=100", "--keep=10"]
     zygote.run(TRAIN, f"--model_dir={model_dir}", *options, "--noexport")
-    watch.until('"step": 600', "stdout", timeout=120)
+    watch.until('"step": 300', "stdout", timeout=120)
     assert not zygote.ended(watch)
     found = [json.loads(line) for line in watch.stdout.splitlines()]
     steps = [record["step"] for record in found]
-    assert steps == sorted(set(steps)) and set(steps) <= {200, 400, 600}
+    assert steps == sorted(set(steps)) and set(steps) <= {100, 200, 300}
     for record in found:
         assert_equal(record, evaluations(model_dir)[record["step"]])
     assert "arning" not in watch.stderr

@@ -170,10 +170,9 @@ def results_of(model) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 4])
-def test_evaluation_in_the_middle_of_training(mirrored, tmp_path, replicas):
+def test_evaluation_in_the_middle_of_training(mirrored, tmp_path):
     """With the averaged weights, on every example, with one trace; training goes on untouched."""
-    strategy = mirrored(replicas)
+    strategy = mirrored(4)
     options = {"ema_decay": 0.9, "optimizer": lambda: keras.optimizers.SGD(0.5)}
     keras.utils.set_random_seed(3)
     loop = make_loop(strategy, evaluate=EVALUATED, directory=tmp_path, **options)

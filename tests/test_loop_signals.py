@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import sys
 import threading
@@ -20,8 +21,6 @@ from ctl.errors import Preempted, UsageError
 from ctl.flags.parsing import exit_codes
 from ctl.loop import Loop
 from ctl.step import TrainStep
-
-pytestmark = pytest.mark.compiled_update  # as in the processes, whose bits are compared
 
 UNTIL = 24
 
@@ -51,16 +50,16 @@ def state_of(loop) -> list[np.ndarray]:
     return [v.numpy() for group in loop.step.state().values() for v in group]
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def uninterrupted():
     loop = stoppable()
     results = loop.train_and_evaluate(UNTIL, evaluate_every=10)
     return results, state_of(loop)
 
 
-def resumes(directory, step: int, uninterrupted) -> None:
+def resumes(directory, step: int) -> None:
     """The state on the disk is that of ``step``, and leads to where it would have led."""
-    results, state = uninterrupted
+    results, state = uninterrupted()
     loop = stoppable(directory, seed=1)
     assert loop.restore().step == loop.global_step == step
     assert loop.train_and_evaluate(UNTIL, evaluate_every=10) == results
@@ -78,7 +77,7 @@ def resumes(directory, step: int, uninterrupted) -> None:
         ("between", signal.SIGINT),
     ],
 )
-def test_a_signal_saves_a_whole_step(tmp_path, uninterrupted, number, moment):
+def test_a_signal_saves_a_whole_step(tmp_path, number, moment):
     step = {"tracing": 1, "in an action": 7, "evaluating": 20, "between": 11}[moment]
     options = {}
     if moment == "in an action":
@@ -116,7 +115,7 @@ def test_a_signal_saves_a_whole_step(tmp_path, uninterrupted, number, moment):
     )
     np.testing.assert_equal(loop.step.model.get_weights(), trained)
     loop.checkpoints.close()
-    resumes(tmp_path, step, uninterrupted)
+    resumes(tmp_path, step)
 
 
 def test_the_second_interrupt_is_at_once(tmp_path):

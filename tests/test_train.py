@@ -152,6 +152,7 @@ def test_the_same_command_again_does_nothing(zygote, job):
 # Devices.
 
 FEW = ["--model=dense", "--train_steps=12", "--log_every=3", "--evaluate_every=6", "--noexport"]
+FEW += ["--schedule=constant", "--learning_rate=0.001"]  # a cosine would depend on the length
 
 
 @pytest.fixture(scope="module")
@@ -186,24 +187,19 @@ def test_replicas_train_alike(zygote, tmp_path, one_replica, devices):
 
 
 def test_a_checkpoint_of_two_replicas_resumes_on_one(zygote, tmp_path, one_replica):
-    # The cosine would depend on the length.
-    few = [*FEW, "--schedule=constant", "--learning_rate=0.001"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    zygote.run(TRAIN, f"--model_dir={whole}", *few)
-    few.remove("--train_steps=12")
-    few += ["--bytes_per_pack=auto", "--jit_compile=auto"]
-    command = zygote.run(TRAIN, f"--model_dir={parts}", *few, "--train_steps=6", "--replicas=2")
+    few = [*FEW, "--bytes_per_pack=auto", "--jit_compile=auto"]
+    command = zygote.run(TRAIN, f"--model_dir={tmp_path}", *few, "--train_steps=6", "--replicas=2")
     for name, first in (("bytes_per_pack", "0"), ("jit_compile", "False")):
         assert f"{name}: {first}, the training is too short for a trial" in command.stderr
     splits = {"train_split": "train", "eval_split": "test"}
-    assert config(parts)["chosen"] == {"bytes_per_pack": 0, "jit_compile": False} | splits
-    command = zygote.run(TRAIN, f"--model_dir={parts}", *few, "--train_steps=12")
+    assert config(tmp_path)["chosen"] == {"bytes_per_pack": 0, "jit_compile": False} | splits
+    command = zygote.run(TRAIN, f"--model_dir={tmp_path}", *few)
     assert "resuming at step 6 " in command.stderr
     assert "bytes_per_pack: 0, chosen when the run began" in command.stderr
     assert "jit_compile: False, chosen when the run began" in command.stderr
-    same_numbers(parts, whole)
+    same_numbers(tmp_path, one_replica)
     # Fewer steps than there are: nothing is trained, and the summary says where the run is.
-    command = zygote.run(TRAIN, f"--model_dir={parts}", *few, "--train_steps=6")
+    command = zygote.run(TRAIN, f"--model_dir={tmp_path}", *few, "--train_steps=6")
     assert command.stdout.startswith("\ndone: 12 steps, 0 of them now")
 
 
@@ -237,12 +233,12 @@ def run_few(zygote, model_dir, *options, steps=30, model="dense", **kwargs):
         [
             *("--resident_limit_mib=0", "--shuffle_block=4", "--optimizer=adamw"),
             *("--schedule=inverse_sqrt", "--warmup=0.01ep", "--lr_scaling=linear"),
+            *("--image_shape=14,14,1", "--train_split=train[:50%]", "--on_nan=skip"),
         ],
         [
             *("--dataset=synthetic", "--image_shape=8,8,3", "--num_classes=3"),
             *("--num_examples=500", "--profile_steps=20:25"),
         ],
-        ["--image_shape=14,14,1", "--train_split=train[:50%]", "--on_nan=skip"],
     ],
     ids=" ".join,
 )

@@ -140,19 +140,16 @@ def test_killed_again_and_again(zygote, tmp_path, uninterrupted):
 # Signals.
 
 
-def test_stopped_by_signals(zygote, tmp_path, uninterrupted):
-    """Once by each, then by a scheduler that repeats SIGTERM until the process has ended, also
-    after the state was saved. Meanwhile no other run may write there."""
-    step = 0
-    for number, repeats in (
-        (signal.SIGTERM, False),
-        (signal.SIGINT, False),
-        (signal.SIGTERM, True),
-    ):
-        command = zygote.start(TRAIN, f"--model_dir={tmp_path}", *MANY)
+def test_stopped_by_signals(zygote, tmp_path):
+    """By Ctrl-C, then by a scheduler that repeats SIGTERM until the process has ended, also after
+    the state was saved. Meanwhile no other run may write there."""
+    step, steps = 0, 800
+    flags = [*MANY, f"--train_steps={steps}"]
+    for number, repeats in ((signal.SIGINT, False), (signal.SIGTERM, True)):
+        command = zygote.start(TRAIN, f"--model_dir={tmp_path}/run", *flags)
         command.until("step ", "stdout")
         if not step:
-            second = zygote.run(TRAIN, f"--model_dir={tmp_path}", *MANY, exit_code=4)
+            second = zygote.run(TRAIN, f"--model_dir={tmp_path}/run", *flags, exit_code=4)
             assert f"is being written by process {command.pid} on " in last_line(second)
         assert f"resuming at step {step} " in command.stderr or not step
         command.signal(number)
@@ -161,14 +158,15 @@ def test_stopped_by_signals(zygote, tmp_path, uninterrupted):
             time.sleep(0.002)
         assert command.wait() == 42
         line, before = last_line(command), step
-        step = intact_steps(tmp_path)[-1]
-        path = tmp_path / "checkpoints" / f"step-{step:010}"
+        step = intact_steps(tmp_path / "run")[-1]
+        path = tmp_path / "run" / "checkpoints" / f"step-{step:010}"
         assert line == f"{number.name}: saved step {step} in {path}; the same command resumes"
-        assert before < step < STEPS
-        assert not (tmp_path / "export").exists()
-    command = zygote.run(TRAIN, f"--model_dir={tmp_path}", *MANY)
+        assert before < step < steps
+        assert not (tmp_path / "run" / "export").exists()
+    command = zygote.run(TRAIN, f"--model_dir={tmp_path}/run", *flags)
     assert f"resuming at step {step} " in command.stderr
-    assert_same_end(tmp_path, uninterrupted)
+    zygote.run(TRAIN, f"--model_dir={tmp_path}/whole", *flags)
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
 
 
 def test_stopped_while_it_evaluates(zygote, tmp_path):

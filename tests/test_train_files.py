@@ -156,9 +156,9 @@ def test_a_table_with_words_and_missing_values(zygote, tmp_path):
     loss = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
     assert float(tf.reduce_mean(loss)) == pytest.approx(float(result[2]), abs=1e-4)
 
-    train("resumed", 13, *flags)
-    train("resumed", 30, *flags)
-    train("two", 30, *flags, "--replicas=2")
+    train("resumed", 13, *flags, "--noexport")
+    train("resumed", 30, *flags, "--noexport")
+    train("two", 30, *flags, "--noexport", "--replicas=2")
     weights = {}
     for name in ("whole", "resumed", "two"):
         reader = Reader(tmp_path / name)
@@ -187,9 +187,10 @@ def test_click_data(zygote, tmp_path):
     options = [*sizes, "--schedule=constant", "--optimizer=adagrad", "--learning_rate=0.05"]
     options += ["--global_batch_size=60", "--seed=1"]
 
-    def train(name, suffix, steps):
+    def train(name, suffix, steps, *flags):
         run = tmp_path / name
         command = [TRAIN, f"--model_dir={run}", f"--dataset={tmp_path}/train{suffix}", *options]
+        command += flags
         done = zygote.run(*command, f"--train_steps={steps}")
         (data,) = (run / "checkpoints" / f"step-{steps:010}").glob("variables.data*")
         return done.stdout, data.read_bytes()
@@ -206,8 +207,8 @@ def test_click_data(zygote, tmp_path):
     again = zygote.run(EVALUATE, exported, f"--dataset={tmp_path}/train.tfrecord", "--json")
     assert "train.tfrecord train, 4000 examples" in again.stderr
     assert json.loads(again.stdout)["auc"] > 0.6
-    train("resumed", ".tfrecord", 37)
-    assert train("resumed", ".tfrecord", 120)[1] == whole
+    train("resumed", ".tfrecord", 37, "--noexport")
+    assert train("resumed", ".tfrecord", 120, "--noexport")[1] == whole
 
 
 def test_a_folder_of_images(zygote, tmp_path):
@@ -226,7 +227,7 @@ def test_a_folder_of_images(zygote, tmp_path):
     assert [line.split()[:2] for line in shown.stdout.splitlines() if line[:4] in ("dark", "ligh")]
     assert "light" in (tmp_path / "report" / "report.html").read_text()
     command[1] = f"--model_dir={tmp_path}/streamed"
-    streamed = zygote.run(*command, "--resident_limit_mib=0", "--replicas=2")
+    streamed = zygote.run(*command, "--resident_limit_mib=0", "--replicas=2", "--noexport")
     assert "36 examples, streamed" in streamed.stderr
 
 

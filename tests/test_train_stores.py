@@ -125,16 +125,32 @@ def test_stopped_by_a_signal(zygote, machine):
     assert f"saved step {Reader(url).saved.step} in {url}/checkpoints/step-" in last
 
 
-def test_a_store_that_goes_down(zygote, machine):
+# Its process waits, as one whose device computes.
+SLOW = """
+import time
+
+import ctl
+import tensorflow as tf
+
+class Slow(ctl.TrainStep):
+    def loss(self, batch):
+        tf.numpy_function(lambda: time.sleep(0.02), [], [])
+        return super().loss(batch)
+"""
+
+
+def test_a_store_that_goes_down(zygote, machine, tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
     with s3_server() as server:
         url = "s3://runs/down"
         environment = {**machine(), **server.environment}
         command = zygote.start(
             *(TRAIN, f"--model_dir={url}", "--keep_trying=0.5", *FLAGS),
-            "--train_steps=1000000",
+            *("--train_steps=1000000", "--evaluate_every=20", "--checkpoint_every=10"),
+            f"--step={tmp_path}/slow.py:Slow",
             **environment,
         )
-        command.until("eval at step 1000", stream="stdout")
+        command.until("eval at step 20", stream="stdout")
         server.stop()
         assert command.wait() == 4
         assert "the training goes on, and tries again for 0.5 s" in command.stderr

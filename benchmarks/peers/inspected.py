@@ -97,6 +97,10 @@ def main() -> None:
     ctl.workers.leave_together(strategy)
 
 
-if __name__ == "__main__":
+def run() -> None:
     main()
     os._exit(0)  # TensorFlow's server would take seconds to shut down
+
+
+if __name__ == "__main__":
+    run()

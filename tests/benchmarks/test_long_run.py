@@ -11,8 +11,8 @@ pytestmark = pytest.mark.slow  # starts processes
 
 def test_long_run(tmp_path):
     """The first checkpoint comes late, so files have grown that are no logs."""
-    often = "--log_every=10 --evaluate_every=5000 --jit_compile=off"
-    found, done = results(tmp_path, f"long_run.py --what=long --steps=5000 -- {often}", exit_code=1)
+    often = "--log_every=10 --evaluate_every=3000 --jit_compile=off"
+    found, done = results(tmp_path, f"long_run.py --what=long --steps=3000 -- {often}", exit_code=1)
     assert "run/checkpoints/latest.json has grown" in done.stderr
     assert "metrics.jsonl" not in done.stderr and len(done.stderr.splitlines()) == 1
     long = found["long"]

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow  # starts processes
 
 def test_scaling(tmp_path):
     """The table follows from the blocks and the link that are in the file."""
-    small = "--batch=8 --layers=1 --width=16 --rounds=3 --steps=3"
+    small = "--batch=8 --layers=1 --width=16 --rounds=3 --steps=3 --link_seconds=0.02"
     found, done = results(tmp_path, f"scaling.py {small} --strategy=mirrored --counts=1,2")
     size = found["settings"]["gradient_bytes"]
     assert size == 4 * (784 * 16 + 16 + 16 * 10 + 10)

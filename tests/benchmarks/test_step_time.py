@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import xml.etree.ElementTree
 
 import pytest
-from scripts import results, run
+from paths import BENCHMARKS
+from scripts import results
 
 pytestmark = pytest.mark.slow  # starts processes
 
@@ -13,7 +17,7 @@ pytestmark = pytest.mark.slow  # starts processes
 def test_step_time(tmp_path):
     picture = tmp_path / "out.svg"
     what = "--variants=ctl,fit,plain,bound,orbit,torch,fabric --global_batch_size=32"
-    how = "--processes=1 --rounds=3 --blocks=2 --steps=40 --warm_up=2"
+    how = "--processes=1 --rounds=3 --blocks=1 --steps=40 --warm_up=1"
     found, done = results(tmp_path, f"step_time.py {what} {how} --svg={picture}")
     (measured,) = found["runs"]
     assert measured["settings"]["global_batch_size"] == 32
@@ -50,13 +54,38 @@ def test_step_time_of_several_workers(tmp_path):
     assert measured["variants"]["ctl"]["milliseconds"]["min"] > 0
 
 
-def test_step_time_of_several_settings(tmp_path):
-    runs = results(tmp_path, f"{SHORT} --variants=plain --global_batch_size=32,64")[0]["runs"]
-    assert [r["settings"]["global_batch_size"] for r in runs] == [32, 64]
-    assert all(r["variants"]["plain"]["milliseconds"]["min"] > 0 for r in runs)
+# The command with measurements that are given, instead of those of processes.
+GIVEN_TIMES = """
+import sys
+
+sys.path.insert(0, sys.argv.pop(1))
+import step_time
 
 
-def test_a_variant_that_learns_something_else_is_an_error():
-    done = run(f"{SHORT} --variants=ctl,plain --tolerance=0", exit_code=1)
-    assert "does not learn what the others do" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def measure(arguments, where):
+    measured = {"ctl": step_time.Measured(), "plain": step_time.Measured()}
+    for its in measured.values():
+        its.times, its.cpu_times = [2.0], [3.0]
+    measured["ctl"].loss, measured["plain"].loss = 0.5, 0.6
+    return measured
+
+
+step_time.measure = measure
+step_time.run_command(step_time.main, "")
+"""
+
+
+@pytest.mark.parametrize(("tolerance", "settings"), [(0.2, [32, 64]), (0.0, [32])])
+def test_step_time_of_several_settings(tmp_path, tolerance, settings):
+    """After one in which a variant learns something else, there is no other."""
+    flags = ["--variants=ctl,plain", "--global_batch_size=32,64", f"--tolerance={tolerance}"]
+    command = [sys.executable, "-c", GIVEN_TIMES, BENCHMARKS, *flags]
+    command += [f"--json={tmp_path / 'out.json'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    runs = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert [run["settings"]["global_batch_size"] for run in runs] == settings
+    assert all(run["variants"]["ctl"]["milliseconds"]["min"] == 2.0 for run in runs)
+    assert done.returncode == (0 if tolerance else 1), done.stderr
+    said = done.stderr.splitlines()
+    assert len(said) == (0 if tolerance else 1)
+    assert all("does not learn what the others do" in line for line in said)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import os
 import random
 import resource
@@ -104,6 +105,8 @@ def prepare() -> None:
 
     sys.path.append(str(Path(__file__).parents[1] / "support"))
     import warm_start  # noqa: F401 - half of the processor time of a job
+
+    gc.set_threshold(20_000, 10, 10)  # as in tests/conftest.py
 
 
 class _Running:

@@ -1,4 +1,4 @@
-"""The chaos runner: what it draws, how it judges, and six schedules of it."""
+"""The chaos runner: what it draws, how it judges, three schedules of it, and two elastic jobs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from paths import ROOT
 
 from .attempt import Attempt, Hit, ports
-from .draw import KINDS, MARKS, PLACES, Fault, draw, loads
+from .draw import KINDS, MARKS, PLACES, Fault, Schedule, draw, loads
 from .judge import deadline, judge
 from .run import table
 
@@ -177,26 +177,44 @@ def run_chaos(*arguments: str) -> subprocess.CompletedProcess:
     return done
 
 
+CHOSEN = Schedule(
+    seed=0,
+    workers=2,
+    servers=0,
+    attempts=(
+        (
+            Fault(0, "hang", 0, "saving", step=36),
+            Fault(1, "pause", 1, "step 20", seconds=1.3),
+        ),
+        (Fault(0, "freeze", 1, "placed", seconds=0.2),),
+        (),
+    ),
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "schedules"), [pytest.param(580, 2, marks=pytest.mark.sample), (453, 2)]
+    ("arguments", "seeds", "hit"),
+    [
+        pytest.param(
+            ["--seed=580", "--schedules=2", "--workers=3", "--attempts=1"],
+            [580, 581],
+            {"slow"},  # an int and a pause may come after the end
+            marks=pytest.mark.sample,
+        ),
+        ([f"--schedule={CHOSEN.dumps()}"], [0], {"freeze", "hang", "pause"}),
+    ],
+    ids=["drawn", "chosen"],
 )
-def test_schedules(tmp_path, first, schedules):
-    """The first: int, pause and slow; the others: hang, kill and pause. A machine may be
-    slower than promised by a factor of 6; who is blamed does not depend on that."""
+def test_schedules(tmp_path, arguments, seeds, hit):
+    """A machine may be slower than promised by a factor of 6; who is blamed does not depend on
+    that."""
     out = tmp_path / "out.jsonl"
-    done = run_chaos(
-        f"--seed={first}",
-        f"--schedules={schedules}",
-        "--workers=3",
-        "--attempts=1",
-        "--factor=6",
-        f"--out={out}",
-    )
+    done = run_chaos(*arguments, "--factor=6", f"--out={out}")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     results = [json.loads(line) for line in out.read_text().splitlines()]
-    seeds = [result["schedule"]["seed"] for result in results]
-    assert seeds == list(range(first, first + schedules))
+    assert [result["schedule"]["seed"] for result in results] == seeds
+    assert hit <= {kind for result in results for kind in result["kinds"]}
 
 
 @pytest.mark.slow

@@ -6,9 +6,11 @@ import errno
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -251,10 +253,13 @@ def test_a_directory_whose_name_is_a_pattern(tmp_path, name):
     assert restore_fresh(tmp_path / name, 1)[0].step == 1
 
 
-# Imports once, then forks a process per line of its input (TensorFlow has not started any thread
-# yet) and kills it at a random moment while it saves in a loop.
-KILL = """
-def work(directory, ready):
+# Saves in a loop.
+SAVES = """
+import itertools, sys
+import tensorflow as tf
+from ctl.checkpoint import CheckpointManager
+
+def run():
     counter = tf.Variable(0, dtype=tf.int64)
     state = {"model": [tf.Variable(tf.zeros([20000])) for _ in range(6)], "global_step": [counter]}
 
@@ -264,65 +269,38 @@ def work(directory, ready):
             v.assign_add(tf.ones_like(v))
         counter.assign_add(1)
 
-    with CheckpointManager(directory, keep=2) as manager:
+    with CheckpointManager(sys.argv[1], keep=2) as manager:
         manager.restore(state)
         for rounds in itertools.count():
             advance()
             manager.save(int(counter), state, wait=rounds == 0)
-            os.write(ready, b"1")
-
-for line in sys.stdin:
-    delay = float(line)
-    begun, ready = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work(sys.argv[1], ready)
-        finally:
-            os._exit(1)
-    os.close(ready)
-    assert os.read(begun, 1)
-    time.sleep(delay)
-    os.kill(pid, signal.SIGKILL)
-    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-    os.close(begun)
-    print("killed", flush=True)
+            print("saved", flush=True)
 """
 
 
-@pytest.mark.slow
-def test_kill_at_any_moment(tmp_path):
-    code = "import itertools, os, signal, sys, time\nimport tensorflow as tf\n"
-    code += "from ctl.checkpoint import CheckpointManager\n" + KILL
+def test_kill_at_any_moment(zygote, tmp_path):
+    (tmp_path / "saves.py").write_text(SAVES)
+    run = tmp_path / "run"
     state = {
         "model": [tf.Variable(tf.zeros([20000])) for _ in range(6)],
         "global_step": [tf.Variable(0, dtype=tf.int64)],
     }
     last = -1
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as parent:
-        try:
-            for _ in range(10):
-                print(random.uniform(0, 0.3), file=parent.stdin, flush=True)
-                assert parent.stdout.readline() == "killed\n"
-                reader = CheckpointManager(tmp_path, read_only=True)
-                saved = reader.restore(state)
-                assert set(values_of(state)) == {saved.step}
-                assert saved.step == reader.latest().step > last  # No progress is lost.
-                last = saved.step
-                for each in reader.all():
-                    durable.verify(each.path, each.files)
-            parent.stdin.close()
-        except BaseException:
-            parent.kill()
-            raise
-    assert parent.returncode == 0
-    CheckpointManager(tmp_path).close()  # The lock is free; what was unfinished is gone.
-    assert not [name for name in os.listdir(tmp_path) if name.startswith("tmp-")]
+    for _ in range(7):
+        command = zygote.start("saves", run, path=[tmp_path])
+        command.until("saved", "stdout")
+        time.sleep(random.uniform(0, 0.3))
+        command.signal(signal.SIGKILL)
+        assert command.wait() == -signal.SIGKILL
+        reader = CheckpointManager(run, read_only=True)
+        saved = reader.restore(state)
+        assert set(values_of(state)) == {saved.step}
+        assert saved.step == reader.latest().step > last  # No progress is lost.
+        last = saved.step
+        for each in reader.all():
+            durable.verify(each.path, each.files)
+    CheckpointManager(run).close()  # The lock is free; what was unfinished is gone.
+    assert not [name for name in os.listdir(run) if name.startswith("tmp-")]
 
 
 # The order in which things reach the disk.

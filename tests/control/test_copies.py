@@ -191,7 +191,7 @@ def test_no_false_alarm(mirrored):
             return losses, logits
 
     options = {"model": norms, "step_class": Step, "clip_norm": 0.1, "loss_scale": True}
-    loop = compared(mirrored(4), every=1, **options)
+    loop = compared(mirrored(2), every=1, **options)
     loop.step.updater.loss_scale.scale.assign(2.0**127)
     loop.train(20)
 

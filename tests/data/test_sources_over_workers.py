@@ -1,4 +1,4 @@
-"""Two real workers go on where one process was, with every kind of source."""
+"""Two real workers go on where one process was, with files of several kinds."""
 
 from __future__ import annotations
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
+import functools
 import random
 import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -19,7 +16,8 @@ import keras
 import numpy as np
 import pytest
 from helpers import BATCH, CLASSES, FEATURES, batches_of_files, examples, largest_difference
-from worker_jobs import WORKER, assert_codes, codes, finished, last_line, run_job, said, weights
+from waiting import wait_until
+from worker_jobs import assert_codes, codes, finished, last_line, run_job, said, weights
 
 from ctl import launch
 from ctl.data import InMemory, Streaming
@@ -35,6 +33,7 @@ pytestmark = pytest.mark.slow  # starts processes
 KILLS = 2
 
 
+@functools.cache
 def one_device(mirrored, synchronized: bool = False, data=None):
     """The same training on one replica."""
     strategy = mirrored(1)
@@ -87,19 +86,11 @@ def test_equals_one_device(job, tmp_path, reference):
         assert (saved["threads"] == "collective_ops").sum() < 10 < len(saved["threads"])
 
 
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
-def test_ipv6_addresses_equal_one_device(job, tmp_path, reference):
-    """The workers hear the beats of each other, too."""
-    names = (address.rpartition(":")[2] for address in launch.cluster(2)["worker"])
-    run_job(job, tmp_path, addresses=[f"[::1]:{port}" for port in names])
-    assert_equal(tmp_path, 2, reference)
-    assert "cannot use the UDP port" not in said(tmp_path, 0)
-
-
-def test_files_of_ones_own_equal_one_device(job, tmp_path, mirrored):
-    """With one file for each worker, the global batches would be others."""
+def test_files_and_a_strategy_of_ones_own_equal_one_device(job, tmp_path, mirrored):
+    """With one file for each worker, the global batches would be others. All is made inside of the
+    scope of the strategy, the loop too."""
     data = batches_of_files(tmp_path, BATCH * 3)
-    run_job(job, tmp_path, "files=1")
+    run_job(job, tmp_path, "files=1", "own=1")
     assert_equal(tmp_path, 2, one_device(mirrored, data=data))
 
 
@@ -166,12 +157,6 @@ def first_features(start: int, stop: int) -> float:
     return float(data.arrays[0][rows[start * BATCH * 3 : stop * BATCH * 3], 0].mean())
 
 
-def test_a_strategy_of_ones_own(job, tmp_path, reference):
-    """And all of it made inside of its scope, the loop too."""
-    run_job(job, tmp_path, "own=1")
-    assert_equal(tmp_path, 2, reference)
-
-
 @pytest.fixture(scope="module")
 def straight(job, tmp_path_factory):
     """An uninterrupted job of 2 workers with BatchNorm and Dropout."""
@@ -203,10 +188,15 @@ def test_preempted_at_the_same_step_and_resumed_bit_for_bit(job, tmp_path, strai
         assert largest_difference(weights(saved), weights(whole)) == 0
 
 
-def test_resumed_by_another_number_of_workers(job, tmp_path, reference):
-    """The two first try which packs are fast."""
+def test_resumed_by_another_number_of_workers_at_ipv6_addresses(job, tmp_path, reference):
+    """The two first try which packs are fast. The three hear the beats of each other; without IPv6,
+    at IPv4 addresses."""
     run_job(job, tmp_path, "tune=1", "until=8")
-    run_job(job, tmp_path, workers=3)
+    addresses = launch.cluster(3)["worker"]
+    if socket.has_dualstack_ipv6():
+        addresses = [f"[::1]:{address.rpartition(':')[2]}" for address in addresses]
+    run_job(job, tmp_path, workers=3, addresses=addresses)
+    assert "cannot use the UDP port" not in said(tmp_path, 0)
     assert "resumed at 8" in said(tmp_path, 2)
     assert_equal(tmp_path, 3, reference)
 
@@ -321,54 +311,25 @@ def test_a_peer_that_never_comes(job, tmp_path):
     assert f"gave up after 12 s (--startup_timeout) waiting for {absent}" in last_line(tmp_path, 0)
 
 
-def test_killed_and_restarted_gives_the_same_weights(tmp_path, straight):
-    """kill -9 of a random worker at a random moment, twice in one job under the launcher. The
-    job stops before its last step until that is done: how fast a machine is does not matter."""
-    randoms = random.Random(0)
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "ctl.launch", "--workers=2", "--max_restarts=30"),
-            *("--backoff=0", "--grace=1", "--", sys.executable, str(WORKER), str(tmp_path)),
-            *("norm=1", "loop=1", "slow=1"),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"},
-    )
-    lines, kills = [], 0
-    until = None  # the line of this try at which to kill: its number, counted from "training"
-    try:
-        for line in process.stdout:
-            lines.append(line)
-            if line == "[worker 0] training\n" and kills < KILLS:
-                until = randoms.randrange(6)
-            elif until and line.startswith("[worker 0] step "):
-                until = 0 if "step 19" in line else until - 1
-            if until == 0:
-                until = None
-                time.sleep(randoms.uniform(0, 0.1))
-                os.kill(randoms.choice(_children(process.pid)), signal.SIGKILL)
-                kills += 1
-                if kills == KILLS:
-                    (tmp_path / "go").touch()
-        assert process.wait(60) == 0, "".join(lines)[-3000:]
-    finally:
-        process.terminate()
-        process.wait(60)
-    assert kills == KILLS
-    assert not [line for line in lines if "damaged" in line]
+def test_killed_and_restarted_gives_the_same_weights(job, tmp_path, straight):
+    """kill -9 of a random worker at a random moment, in each of two tries. The job stops before its
+    last step until that is done: how fast a machine is does not matter."""
+    randoms, options = random.Random(0), ("norm=1", "loop=1", "slow=1")
+
+    def has_trained(steps: int) -> bool:
+        told = said(tmp_path, 0)
+        return told.count("\nstep ") >= steps or "step 19\n" in told
+
+    for _ in range(KILLS):
+        with job(tmp_path, *options) as processes:
+            processes[0].until("training\n", "stdout")
+            wait_until(functools.partial(has_trained, randoms.randrange(6)))
+            time.sleep(randoms.uniform(0, 0.1))
+            randoms.choice(processes).signal(signal.SIGKILL)
+            assert sorted(codes(processes)) == [-signal.SIGKILL, 5]
+        assert "damaged" not in said(tmp_path, 0) + said(tmp_path, 1)
+    (tmp_path / "go").touch()
+    run_job(job, tmp_path, *options)
+    assert "damaged" not in said(tmp_path, 0) + said(tmp_path, 1)
     for saved, whole in zip(finished(tmp_path, 2), straight, strict=True):
         assert largest_difference(weights(saved), weights(whole)) == 0
-
-
-def _children(parent: int) -> list[int]:
-    """The workers: children of the launcher that run the script, so not its guard."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            stat = (entry / "stat").read_text().rpartition(")")[2].split()
-            command = (entry / "cmdline").read_text()
-            if int(stat[1]) == parent and WORKER.name in command and "ctl.launch" not in command:
-                found.append(int(entry.name))
-    return found

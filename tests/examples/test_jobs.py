@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import json
 import sys
 
 import keras
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import largest_difference
-from paths import ROOT
 from references import global_batches
 
 import ctl
@@ -30,23 +29,32 @@ def made(placement, make=example.make_loop):
     example.loop = make(placement)
     return example.loop
 
-example.STEPS, example.make_loop = {STEPS}, made
-example.main()
-if ctl.workers.is_chief(example.loop.strategy):
-    np.savez(sys.argv[1], *example.loop.evaluator.step.model.get_weights())
+def run():
+    example.STEPS, example.make_loop = {STEPS}, made
+    example.main()
+    if ctl.workers.is_chief(example.loop.strategy):
+        np.savez(sys.argv[1], *example.loop.evaluator.step.model.get_weights())
 """
 
 
-def trained(example, options: list[str], path) -> tuple[str, list[np.ndarray]]:
-    """What a job has printed, and its weights."""
-    program = PROGRAM.replace("NAME", example.__name__.rpartition(".")[2])
-    command = [sys.executable, "-m", "ctl.launch", *options, "--", sys.executable, "-c", program]
-    done = subprocess.run(
-        [*command, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    with np.load(path) as weights:
-        return done.stdout, [*weights.values()]
+def trained(zygote, example, tasks: dict[str, int], folder) -> tuple[str, list[np.ndarray]]:
+    """What the first task of a job has printed, and its weights."""
+    name = example.__name__.rpartition(".")[2]
+    (folder / "program.py").write_text(PROGRAM.replace("NAME", name))
+    cluster = ctl.launch.cluster(**tasks)
+    started = [
+        zygote.start(
+            "program",
+            folder / "weights.npz",
+            path=[folder],
+            TF_CONFIG=json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}}),
+        )
+        for kind, addresses in cluster.items()
+        for index in range(len(addresses))
+    ]
+    assert [task.wait() for task in started] == [0] * len(started), started[0].stderr[-3000:]
+    with np.load(folder / "weights.npz") as weights:
+        return started[0].stdout, [*weights.values()]
 
 
 def plain_tensorflow() -> list[np.ndarray]:
@@ -66,12 +74,12 @@ def plain_tensorflow() -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("example", "options"),
-    [(two_workers, ["--workers=2"]), (parameter_servers, ["--workers=1", "--ps=1"])],
+    ("example", "tasks"),
+    [(two_workers, {"workers": 2}), (parameter_servers, {"workers": 1, "ps": 1})],
 )
-def test_a_job_equals_plain_tensorflow(example, options, tmp_path):
+def test_a_job_equals_plain_tensorflow(zygote, example, tasks, tmp_path):
     """With one worker, parameter servers make the updates one after the other."""
-    printed, weights = trained(example, options, tmp_path / "weights.npz")
+    printed, weights = trained(zygote, example, tasks, tmp_path)
     assert f"step {STEPS}: accuracy 0." in printed
     assert largest_difference(weights, plain_tensorflow()) < 1e-5
 

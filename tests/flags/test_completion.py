@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
@@ -25,17 +26,25 @@ printf '%s\n' "${COMPREPLY[@]}"
 """
 
 
-def script(shell: str, path) -> str:
-    command = [sys.executable, "-m", "ctl", "completion", shell]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    (path / shell).write_text(done.stdout)
-    return str(path / shell)
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """``script(shell)``: the file that a shell reads."""
+    path = tmp_path_factory.mktemp("completion")
+
+    @functools.cache
+    def written(shell: str) -> str:
+        command = [sys.executable, "-m", "ctl", "completion", shell]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        (path / shell).write_text(done.stdout)
+        return str(path / shell)
+
+    return written
 
 
 @pytest.fixture(scope="module")
-def replies(tmp_path_factory):
+def replies(script):
     """``replies(line)``: what bash may put at its end."""
-    file = script("bash", tmp_path_factory.mktemp("completion"))
+    file = script("bash")
     bash = shutil.which("bash")
 
     def replies(line: str) -> list[str]:
@@ -86,21 +95,21 @@ def test_another_shell_is_refused(zygote_without_tensorflow):
 
 
 @pytest.mark.skipif(not shutil.which("zsh"), reason="there is no zsh")
-def test_zsh_takes_the_script(tmp_path):
-    subprocess.run(["zsh", "-n", script("zsh", tmp_path)], check=True)
+def test_zsh_takes_the_script(script):
+    subprocess.run(["zsh", "-n", script("zsh")], check=True)
 
 
-def test_fish_has_the_words_of_bash(tmp_path):
+def test_fish_has_the_words_of_bash(script):
     found = []
     for shell in ("bash", "fish"):
-        with open(script(shell, tmp_path)) as file:
+        with open(script(shell)) as file:
             found.append(re.findall(r'"(ctl[\w ]*)"\)?\s+echo "(.*)"', file.read()))
     assert found[0] == found[1] and {"ctl", "ctl train", "ctl inspect run"} <= {*dict(found[0])}
 
 
 @pytest.mark.skipif(not shutil.which("fish"), reason="there is no fish")
-def test_fish_completes(tmp_path):
-    file = script("fish", tmp_path)
+def test_fish_completes(script):
+    file = script("fish")
     expected = {
         "ctl tr": ["train"],
         "ctl inspect ": sorted(INSPECT),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import signal
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import keras
@@ -35,6 +37,7 @@ from ctl.step import TrainStep
 
 sys.path.append(str(BENCHMARKS))
 
+import inspect_truth  # noqa: E402
 from inspect_truth import Case, found_delay, observe, shifted  # noqa: E402
 
 SECONDS = 0.02
@@ -99,9 +102,18 @@ def assert_found(calm, planted) -> None:
 
 
 @pytest.mark.slow
-def test_delays_of_real_workers_are_found(tmp_path):
+def test_delays_of_real_workers_are_found(zygote, tmp_path, monkeypatch):
     """±1.5 ms is what benchmarks/inspect_truth.py shows; here it must hold on a busy machine, where
     other programs delay workers, too: in one of four tries."""
+
+    def start(command, env, **_):
+        script, directory = map(Path, command[1:])
+        config = env["TF_CONFIG"]
+        worker = zygote.start(script.stem, directory, path=[script.parent], TF_CONFIG=config)
+        kill = lambda: zygote.ended(worker) or worker.signal(signal.SIGKILL)  # noqa: E731
+        return SimpleNamespace(wait=worker.wait, kill=kill)
+
+    monkeypatch.setattr(inspect_truth.subprocess, "Popen", start)
     cases = [Case("input", 1, "input", SECONDS), Case("forward", 0, "forward", SECONDS)]
     for attempt in range(4):
         calm, *planted = observe([Case("calm"), *cases], tmp_path / str(attempt), timeout=240)

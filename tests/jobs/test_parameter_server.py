@@ -188,22 +188,21 @@ def test_workers_come_and_go(tmp_path, mirrored):
 
 def test_a_lost_parameter_server_restarts_the_job(tmp_path, zygote):
     """The main command under the launcher, killed once there is a checkpoint; 2 workers learn what
-    one replica does. They end within a point of each other on 12 epochs (README.md); here it is 5,
-    because 400 steps and 2,000 test images leave that much to chance. On a busy machine, another
-    program may take a port before a task listens there: that is one more restart."""
+    one replica does, within 2 points: 2 epochs and 2,000 test images leave that much to chance. On
+    a busy machine, another program may take a port before a task listens there: that is one more
+    restart."""
     run = tmp_path / "run"
-    flags = ["--model=dense", "--train_steps=400", "--log_every=25", "--noexport"]
-    flags += ["--notensorboard"]
+    flags = ["--model=dense", "--epochs=2", "--noexport", "--notensorboard"]
     reference = zygote.start("ctl.train", f"--model_dir={tmp_path / 'one'}", *flags)
     launched = Process(
         [
             *(sys.executable, "-m", "ctl.launch", "--workers=2", "--ps=1", "--max_restarts=4"),
             *("--backoff=0", "--grace=10", "--", sys.executable, "-m", "ctl.train"),
-            *("--strategy=parameter_server", f"--model_dir={run}", "--checkpoint_every=25", *flags),
+            *("--strategy=parameter_server", f"--model_dir={run}", "--checkpoint_every=50", *flags),
         ]
     )
     try:
-        launched.until("step +50/400")
+        launched.until("step 100/313")
         server = max(children(launched.popen.pid), key=began)  # it was started last
         os.kill(server, signal.SIGKILL)
         assert launched.wait() == 0, launched.output[-3000:]
@@ -215,12 +214,12 @@ def test_a_lost_parameter_server_restarts_the_job(tmp_path, zygote):
     restarts, taken = (launched.output.count(text) for text in ("] restart ", "cannot listen on"))
     assert 1 <= restarts <= 1 + taken, launched.output[-3000:]
     resumed = int(re.search(r"resuming at step (\d+)", launched.output)[1])
-    assert resumed >= 25 and "Traceback" not in launched.output
-    assert f"done: 400 steps, {400 - resumed} of them now" in launched.output
+    assert resumed >= 50 and "Traceback" not in launched.output
+    assert f"done: 313 steps, {313 - resumed} of them now" in launched.output
     saved = CheckpointManager(run / "checkpoints", read_only=True).latest()
-    assert saved.step == 400
+    assert saved.step == 313
     alone = CheckpointManager(tmp_path / "one" / "checkpoints", read_only=True).latest()
-    assert saved.metrics["accuracy"] > alone.metrics["accuracy"] - 0.05
+    assert saved.metrics["accuracy"] > alone.metrics["accuracy"] - 0.02
 
 
 def began(pid: int) -> tuple[int, int]:

@@ -15,8 +15,6 @@ from ctl.jobs import trials
 from ctl.loop import Loop
 from ctl.step import TrainStep
 
-pytestmark = pytest.mark.compiled_update
-
 
 def tensors(*sizes: int) -> list[tf.TensorSpec]:
     return [tf.TensorSpec([size // 4], tf.float32) for size in sizes]
@@ -196,7 +194,7 @@ def test_a_choice_is_known_to_later_runs(mirrored, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.compiled_update), 2])
 def test_compiling_is_tried_and_leaves_no_trace(mirrored, replicas):
     strategy = mirrored(replicas)
     trained, tuned = tunable(strategy), tunable(strategy)

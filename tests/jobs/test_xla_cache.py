@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -23,34 +21,28 @@ def digest(n):
         x = tf.tanh(x @ x / n) + tf.math.exp(-x) / (power + 1)
     return x
 
-for n in (32, 48):
-    value = tf.function(digest, jit_compile=True)(n).numpy()
-    print(hashlib.sha256(value.tobytes()).hexdigest())
+def run():
+    for n in (32, 48):
+        value = tf.function(digest, jit_compile=True)(n).numpy()
+        print(hashlib.sha256(value.tobytes()).hexdigest())
 """
 
 
-def run(home):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "XDG_CACHE_HOME": str(home), "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    return done.stdout.split()
+def test_a_loaded_program_gives_the_same_bits_and_a_damaged_one_is_compiled(zygote, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
 
+    def run():
+        home = str(tmp_path)
+        return zygote.run("program", path=[tmp_path], XDG_CACHE_HOME=home).stdout.split()
 
-@pytest.mark.slow
-def test_a_loaded_program_gives_the_same_bits_and_a_damaged_one_is_compiled(tmp_path):
-    compiled = run(tmp_path)
+    compiled = run()
     (shared,) = (tmp_path / "ctl").iterdir()
     intact, damaged = sorted(shared.iterdir())  # and no directory of the process
     before = intact.stat().st_ino, damaged.stat().st_ino
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
-    assert run(tmp_path) == compiled
+    assert run() == compiled
     assert sorted(shared.iterdir()) == [intact, damaged]
     assert intact.stat().st_ino == before[0]  # was loaded: what is compiled is published anew
     assert damaged.stat().st_ino != before[1] and damaged.read_bytes() != content

@@ -73,13 +73,12 @@ SEVERAL = [f"{moment}{pack}" for pack in range(4) for moment in ("ready", "done"
 @pytest.mark.parametrize(
     ("options", "forward", "packed"),
     [
-        ({}, True, PACKED),
         ({"bytes_per_pack": 100}, True, SEVERAL),
         ({"accumulate_steps": 2}, False, PACKED),
         ({"jit_compile": True, "accumulate_steps": 2}, False, PACKED),
         ({"loss_scale": True, "ema_decay": 0.9}, True, PACKED),
     ],
-    ids=["plain", "packs", "accumulate", "jit", "float16"],
+    ids=["packs", "accumulate", "jit", "float16"],
 )
 def test_stamps(mirrored, options, forward, packed):
     with precision("mixed_float16" if "loss_scale" in options else "float32"):

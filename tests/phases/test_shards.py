@@ -51,7 +51,7 @@ def test_equals_whole_tables(mirrored, dense):
 def two_workers(job, tmp_path_factory):
     """What two workers left, see tables_worker.py."""
     directory = tmp_path_factory.mktemp("workers")
-    run_job(job, directory, "sharded", program=SUPPORT / "tables_worker.py")
+    run_job(job, directory, program=SUPPORT / "tables_worker.py")
     return directory
 
 
@@ -69,6 +69,13 @@ def test_equals_them_on_two_workers(mirrored, dense, two_workers):
         np.testing.assert_allclose(loss, loop.evaluate()["loss"], rtol=1e-5)
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_whole_ones_equal_them_on_two_workers(dense, two_workers, optimizer):
+    for index in range(2):
+        got = [*np.load(two_workers / f"{optimizer} {index}.npz").values()]
+        assert_close(got, dense[optimizer])
+
+
 def test_the_wire_carries_what_the_plan_of_tables_says(two_workers):
     """By Linux's count of each worker's own sockets: by rows, then split."""
     for index in range(2):
@@ -82,8 +89,8 @@ def test_two_workers_need_the_memory_of_their_parts(two_workers):
     """Also while the table is made; a whole one would be twice as large. One that is not split is
     sent to no other worker, which would need several times its memory."""
     for index in range(2):
-        for needed in json.loads((two_workers / f"memory {index}.json").read_text()).values():
-            assert needed < 1.6
+        split, whole = json.loads((two_workers / f"memory {index}.json").read_text())
+        assert split < 1.6 and whole < 1.6
 
 
 @pytest.mark.slow

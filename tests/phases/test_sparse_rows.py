@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import tables_worker
 import tensorflow as tf
-from paths import SUPPORT
 from tables_worker import CLASSES, IDS, ROWS, WIDTH, examples
-from worker_jobs import run_job
 
 from ctl.checkpoint.export import export_model
 from ctl.checkpoint.reader import Reader
@@ -93,16 +91,6 @@ def test_equals_dense_gradients(mirrored, optimizer, replicas, options):
 def test_equals_them_for_several_tables_on_shares_of_any_size(mirrored, optimizer):
     want = tables_worker.trained(mirrored(1), optimizer, "off")
     assert_close(tables_worker.trained(mirrored(4), optimizer, "on"), want)
-
-
-@pytest.mark.slow
-def test_equals_them_on_two_workers(mirrored, job, tmp_path):
-    run_job(job, tmp_path, program=SUPPORT / "tables_worker.py")
-    for optimizer in tables_worker.OPTIMIZERS:
-        want = tables_worker.trained(mirrored(1), optimizer, "off")
-        for index in range(2):
-            got = [*np.load(tmp_path / f"{optimizer} {index}.npz").values()]
-            assert_close(got, want)
 
 
 @pytest.mark.parametrize("split", [False, True])

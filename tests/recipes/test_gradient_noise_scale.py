@@ -75,7 +75,7 @@ class Distance(NoiseScale):
 @pytest.mark.slow
 def test_the_estimates_are_unbiased(mirrored):
     """For batches of unequal parts, the last of them empty, and a scaled loss."""
-    random, sizes = np.random.default_rng(0), [9, 14] * 400
+    random, sizes = np.random.default_rng(0), [9, 14] * 200
 
     def batches():
         for size in sizes:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
-import pytest
-from paths import ROOT
+PROGRAM = """
+import sys, tempfile
+
+def run():
+    tempfile.tempdir = sys.argv[1]
+    import ctl.recipes.tutorial
+"""
 
 
-@pytest.mark.slow  # starts a process
-def test_it_trains_saves_and_loads(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", "import ctl.recipes.tutorial"],
-        cwd=ROOT,
-        env={"PATH": "", "TMPDIR": str(tmp_path), "TF_CPP_MIN_LOG_LEVEL": "2"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_it_trains_saves_and_loads(zygote, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = zygote.run("program", tmp_path, path=[tmp_path])
     results = dict(re.findall(r"^(.+): loss [\d.]+, accuracy ([\d.]+)$", done.stdout, re.MULTILINE))
     assert [*results] == ["step 78", "step 156", "loaded without the scope", "loaded in the scope"]
     assert float(results["step 156"]) > 0.7

@@ -34,12 +34,8 @@ def adamw() -> keras.Optimizer:
     return optimizer
 
 
-OPTIMIZERS = {
-    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
-    "adam": lambda: keras.optimizers.Adam(0.01, amsgrad=True),
-    "adamw": adamw,
-    "ftrl": lambda: keras.optimizers.Ftrl(0.1),
-}
+# SGD with momentum: see tests/test_methods.py.
+OPTIMIZERS = {"adamw": adamw, "ftrl": lambda: keras.optimizers.Ftrl(0.1)}
 
 
 def model() -> keras.Model:
@@ -89,12 +85,9 @@ def bytes_per_device(loop) -> dict[str, int]:
     return total
 
 
-FOUR = [pytest.param(4, name, marks=pytest.mark.slow) for name in ("momentum", "adamw")]
-
-
 @pytest.mark.parametrize(
     ("replicas", "optimizer"),
-    [(1, "adamw"), (2, "ftrl"), *FOUR],
+    [(1, "adamw"), (2, "ftrl"), pytest.param(4, "adamw", marks=pytest.mark.slow)],
 )
 def test_equals_plain_keras(mirrored, replicas, optimizer):
     loop = make(mirrored(replicas), optimizer=optimizer, seed=1)
@@ -106,12 +99,12 @@ def test_equals_plain_keras(mirrored, replicas, optimizer):
 
 @pytest.mark.slow
 def test_another_number_of_replicas_is_refused(mirrored, tmp_path):
-    first = make(mirrored(4), directory=tmp_path)
+    first = make(mirrored(2), directory=tmp_path)
     first.train(1)
     first.save(wait=True)
     first.checkpoints.close()
     with pytest.raises(CheckpointError):
-        make(mirrored(2), directory=tmp_path).restore()
+        make(mirrored(1), directory=tmp_path).restore()
 
 
 def test_the_memory_of_a_replica(mirrored):

@@ -199,7 +199,7 @@ def uninterrupted(mirrored, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("replicas", "pause"), [(1, 8), (1, 9), (2, 8)])
+@pytest.mark.parametrize(("replicas", "pause"), [(1, 9), (2, 8)])
 def test_a_resume_changes_nothing(tmp_path, mirrored, uninterrupted, replicas, pause):
     """Paused at an evaluation, of which the checkpoint was written before, and between two."""
     straight, rows, results = uninterrupted(replicas)

@@ -1,4 +1,5 @@
-"""What one of two workers runs: reads batches of every kind of source, from the middle of an epoch.
+"""What one of two workers runs: reads batches of several kinds of sources, from the middle of an
+epoch.
 
 python sources_worker.py OUT ROOT
 """
@@ -17,7 +18,7 @@ console.load_tensorflow()
 
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
-from stored_sources import KINDS, stream  # noqa: E402
+from stored_sources import stream  # noqa: E402
 from worker_end import run_to_end  # noqa: E402
 
 import ctl  # noqa: E402
@@ -25,6 +26,9 @@ from ctl.data.feed import open_batches  # noqa: E402
 from ctl.distributed.strategy import make_multi_worker  # noqa: E402
 from ctl.distributed.watch import watchdog  # noqa: E402
 
+# How all kinds are shared out, see tests/data/test_streaming.py; these have formats and leaves of
+# their own.
+KINDS = ("tfrecord", "json", "folder", "click_lines", "columns", "mixture")
 START, END = 3, 8  # batches of 8; an epoch of 50 ends between
 
 

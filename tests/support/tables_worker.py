@@ -1,6 +1,6 @@
 """What one of two workers runs: trains embedding tables by rows, whole or split over the workers.
 
-python tables_worker.py OUT [sharded]
+python tables_worker.py OUT
 """
 
 from __future__ import annotations
@@ -172,18 +172,14 @@ def main() -> None:
     out = Path(sys.argv[1])
     me = cluster.resolve(None, None)
     strategy = make_multi_worker(me, collective_timeout=60, startup_timeout=60).strategy
-    if "sharded" in sys.argv:
-        loss = train_shards(strategy, SPLIT, out / f"{SPLIT} shards")
-        np.save(out / f"{SPLIT} loss {me.index}.npy", loss)
-    else:
-        for optimizer in OPTIMIZERS:
-            np.savez(out / f"{optimizer} {me.index}.npz", *trained(strategy, optimizer, "on"))
-    if "sharded" in sys.argv:
-        needed = {kind: memory(strategy, kind, late=True) for kind in ("sgd", "adam")}
-        needed["whole"] = memory(strategy, "sgd", late=True, plan="replicated")
-        (out / f"memory {me.index}.json").write_text(json.dumps(needed))
-        found = [wire(strategy, fits) for fits in (True, False)]
-        (out / f"wire {me.index}.json").write_text(json.dumps(found))
+    loss = train_shards(strategy, SPLIT, out / f"{SPLIT} shards")
+    np.save(out / f"{SPLIT} loss {me.index}.npy", loss)
+    for optimizer in OPTIMIZERS:
+        np.savez(out / f"{optimizer} {me.index}.npz", *trained(strategy, optimizer, "on"))
+    needed = [memory(strategy, "sgd", late=True, plan=plan) for plan in ("sharded", "replicated")]
+    (out / f"memory {me.index}.json").write_text(json.dumps(needed))
+    found = [wire(strategy, fits) for fits in (True, False)]
+    (out / f"wire {me.index}.json").write_text(json.dumps(found))
     ctl.workers.leave_together(strategy)
 
 

@@ -80,16 +80,24 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A server, and where it is. A worker reads the file of its model, which a test may change."""
+    directory = tmp_path_factory.mktemp("shared")
+    with contextlib.chdir(directory), ForkServer(command(directory), never) as server:
+        yield server, directory
+
+
 @pytest.mark.slow
-def test_a_worker_is_what_a_process_of_the_command_is(here):
-    own = environ(OF_THIS_WORKER="yes")
-    with ForkServer(command(here), never) as server:
-        worker, out, err = start(server, **own)
-        said, told = read(out), read(err)
-        assert worker.wait() == worker.poll() == 7, told
+def test_a_worker_is_what_a_process_of_the_command_is(shared):
+    server, here = shared
+    own, alone = environ(OF_THIS_WORKER="yes"), command(here)
+    worker, out, err = start(server, **own)
+    said, told = read(out), read(err)
+    assert worker.wait() == worker.poll() == 7, told
     assert "OF_THIS_WORKER" in said and "group True input False" in said
     plain = {"stdin": subprocess.DEVNULL, "start_new_session": True, "capture_output": True}
-    alone = subprocess.run(command(here), env=own, text=True, timeout=60, **plain)
+    alone = subprocess.run(alone, cwd=here, env=own, text=True, timeout=60, **plain)
     assert said == alone.stdout
     # The lines begin with the time and the number of the process.
     messages = [line.partition("] ")[2] for line in told.splitlines()]
@@ -97,27 +105,26 @@ def test_a_worker_is_what_a_process_of_the_command_is(here):
 
 
 @pytest.mark.slow
-def test_a_worker_finds_its_pipe_to_the_launcher(here):
-    does = f'os.write(int(os.environ["{elastic.VARIABLE}"]), b"t"); sys.exit()'
+def test_a_worker_finds_its_pipe_to_the_launcher(shared):
+    server, here = shared
+    command(here, f'os.write(int(os.environ["{elastic.VARIABLE}"]), b"t"); sys.exit()')
     read_end, write_end = os.pipe()
     null = os.open(os.devnull, os.O_WRONLY)
-    with ForkServer(command(here, does), never) as server:
-        worker = server.start(environ(**{elastic.VARIABLE: str(write_end)}), null, null, write_end)
-        os.close(write_end)
-        worker.begin()
-        assert os.read(read_end, 10) == b"t" and worker.wait() == 0
+    worker = server.start(environ(**{elastic.VARIABLE: str(write_end)}), null, null, write_end)
+    os.close(write_end)
+    worker.begin()
+    assert os.read(read_end, 10) == b"t" and worker.wait() == 0
 
 
 @pytest.mark.slow
-def test_a_signal_before_a_worker_handles_it_waits_until_then(here):
-    with ForkServer(command(here), never) as server:
-        read_end, write_end = os.pipe()
-        worker = server.start(environ(), write_end, write_end)
-        os.close(write_end)
-        os.killpg(worker.pid, signal.SIGTERM)
-        worker.begin()
-        assert read(read_end).startswith("SIGTERM: stopped before the training; run the same ")
-        assert worker.wait() == 42
+def test_a_signal_before_a_worker_handles_it_waits_until_then(shared):
+    read_end, write_end = os.pipe()
+    worker = shared[0].start(environ(), write_end, write_end)
+    os.close(write_end)
+    os.killpg(worker.pid, signal.SIGTERM)
+    worker.begin()
+    assert read(read_end).startswith("SIGTERM: stopped before the training; run the same ")
+    assert worker.wait() == 42
 
 
 @pytest.mark.slow
