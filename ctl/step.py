@@ -100,7 +100,7 @@ class TrainStep(BaseStep):
         embedding_plan: where these tables are: ``"replicated"``, on every replica;
             ``"sharded"``: their rows are split over all replicas, see `ctl.phases.shards`, or over
             the parameter servers, see `ctl.phases.server_shards`. ``"auto"`` decides for each
-            table, see `ctl.phases.table_plan`.
+            table, see `ctl.phases.table_plan`; parameter servers split all that can be.
         random_seed: seed of the run, see `seed`.
         own: values of the options that a subclass declares, see `ctl.option`.
 
@@ -177,6 +177,11 @@ class TrainStep(BaseStep):
         replicas.check_sums(strategy)
         self.check_scope(strategy)
         self._check_layers(strategy)
+        if replicas.is_asynchronous(strategy) and (self.jit_update or self.jit_compile):
+            raise UsageError(
+                "XLA works within one process: with parameter servers, leave jit_update and "
+                "jit_compile out (--jit_compile=rule)"
+            )
         self.tracked.check_layers()
         if not self.model.trainable_variables:
             raise UsageError(

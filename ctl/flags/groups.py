@@ -530,7 +530,7 @@ def define_step_flags() -> None:
             "optimizer's variables; lookups take two more gathers. auto: split, the "
             "largest first, if they do not fit in memory; else by rows, or dense if that is less "
             "to send. It reads a batch, and the log has the plan. Parameter servers are what "
-            "tables are split over, with auto those of 4 MiB or more.",
+            "tables are split over; with auto, all that can be.",
         )
         define(
             "bytes_per_pack",

@@ -182,20 +182,6 @@ def write_rows(
         copy_here(slot).scatter_update(tf.IndexedSlices(slots[name], numbers))
 
 
-def add_rows(
-    variable: keras.Variable,
-    optimizer: keras.optimizers.Optimizer,
-    numbers: tf.Tensor,
-    row: tf.Tensor,
-    slots: Mapping[str, tf.Tensor],
-    here: Here,
-) -> None:
-    """Adds to what `read_rows` returns, as other workers may do meanwhile."""
-    here(variable.value).scatter_add(tf.IndexedSlices(row, numbers))
-    for name, slot in _slots_of_name(optimizer, variable).items():
-        here(slot).scatter_add(tf.IndexedSlices(slots[name], numbers))
-
-
 def _slots_of_name(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> dict[str, tf.Variable]:
@@ -214,7 +200,8 @@ def update_rows(
     gradient: tf.IndexedSlices,
     row: tf.Tensor,
     slots: Mapping[str, tf.Tensor],
-    shared: Here | None = None,
+    here: Here = copy_here,
+    asynchronous: bool = False,
 ) -> None:
     """Decays and updates the rows of ``gradient`` as `update_variable` does a variable. Call it in
     an update context.
@@ -225,7 +212,9 @@ def update_rows(
         gradient: has no row twice.
         row: these rows of the variable, and of its slots by name: of `read_rows`, or up to date.
         slots: see ``row``.
-        shared: of a variable that several workers update, the ``here`` of `read_rows`.
+        here: as for `read_rows`.
+        asynchronous: whether other workers update the variable meanwhile. Then what Keras adds to
+            it and its slots is added to what they have by now.
     """
     value, rate, kind = _Rows(row), optimizer.learning_rate, type(optimizer)
     each = {name: _Rows(slot) for name, slot in slots.items()}
@@ -236,19 +225,27 @@ def update_rows(
     if is_decayed(optimizer, variable):
         on_rows.assign_sub(value, value.value * tf.cast(optimizer.weight_decay * rate, row.dtype))
     on_rows.update_step(gradient.values, value, rate)
-    if shared:
-        more = {name: slot.value - slots[name] for name, slot in each.items()}
-        add_rows(variable, optimizer, gradient.indices, value.value - row, more, shared)
-        return
-    after = {name: slot.value for name, slot in each.items()}
-    write_rows(variable, optimizer, gradient.indices, value.value, after)
+    of_name = _slots_of_name(optimizer, variable)
+    pairs = [(variable.value, value), *((of_name[name], rows) for name, rows in each.items())]
+    for target, rows in pairs:
+        if asynchronous and not rows.is_assigned:
+            more = rows.value - rows.before
+            here(target).scatter_add(tf.IndexedSlices(more, gradient.indices))
+        else:
+            here(target).scatter_update(tf.IndexedSlices(rows.value, gradient.indices))
 
 
 class _Rows:
-    """Some rows of a variable, which ``update_step`` takes for a variable of its own."""
+    """Some rows of a variable, which ``update_step`` takes for a variable of its own.
+
+    Attributes:
+        before: what they were.
+        is_assigned: whether Keras has assigned values, and not only added to what they were.
+    """
 
     def __init__(self, value: tf.Tensor):
         self.value, self.dtype, self.shape = value, value.dtype, value.shape
+        self.before, self.is_assigned = value, False
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         return self.value if dtype is None else tf.cast(self.value, dtype)
@@ -261,13 +258,13 @@ class _OnRows(keras.optimizers.Optimizer):
         return 0
 
     def assign(self, variable: Any, value: Any) -> None:
-        variable.value = tf.cast(value, variable.dtype)
+        variable.value, variable.is_assigned = tf.cast(value, variable.dtype), True
 
     def assign_add(self, variable: Any, value: Any) -> None:
-        self.assign(variable, variable.value + tf.cast(value, variable.dtype))
+        variable.value += tf.cast(value, variable.dtype)
 
     def assign_sub(self, variable: Any, value: Any) -> None:
-        self.assign(variable, variable.value - tf.cast(value, variable.dtype))
+        variable.value -= tf.cast(value, variable.dtype)
 
 
 def _numbers(optimizer: keras.optimizers.Optimizer) -> dict[str, float]:
@@ -530,8 +527,8 @@ def check_built_for(groups: Sequence[Group]) -> None:
     """Raises `UsageError` if an optimizer was built for other variables, as for those of an earlier
     model."""
     for optimizer, variables, _ in groups:
-        known = {id(variable) for variable in optimizer._trainable_variables}
-        if new := [variable.path for variable in variables if id(variable) not in known]:
+        known = optimizer._trainable_variables_indices  # of values: a table may have had another
+        if new := [v.path for v in variables if optimizer._var_key(v._value) not in known]:
             raise UsageError(
                 f"optimizer {optimizer.name} was built for other variables than {new[0]}: make a "
                 "new optimizer for a new model"

@@ -1,7 +1,8 @@
-"""Embedding tables whose rows are split over parameter servers, so that none holds a whole table.
+"""Embedding tables whose rows are split over parameter servers.
 
 Server s of n holds rows ``s * rows // n`` to ``(s + 1) * rows // n``, and those of the optimizer's
-slots. Only rows that a batch looks up are sent.
+slots. Only rows that a batch looks up are sent. A table is whole where Keras makes it, on one
+server, and on the coordinator, which evaluates a copy, saves and exports.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import numpy as np
 import tensorflow as tf
 
 from ctl.base.tf_internals import count_of_servers
-from ctl.errors import UsageError
 from ctl.phases.shards import Split, check_inside
 
 
@@ -28,34 +28,29 @@ class ServerShards:
     """Splits ``table``. Its variable has the rows of the first server from then on.
 
     Args:
-        table: of Keras, [rows, width]. Its optimizer is not built.
+        table: of Keras, [rows, width], with as many rows as servers at least. Its optimizer is not
+            built.
         strategy: in whose scope ``table`` was made.
 
     Attributes:
         rows: number of rows of the whole table.
         bytes: size of the whole table.
         bounds: first and last (exclusive) row of each server.
-
-    Raises:
-        UsageError: there are fewer rows than servers.
     """
 
     def __init__(self, table: keras.Variable, strategy: tf.distribute.Strategy):
         whole, count = table._value, servers_of(strategy)
         self._strategy, self.rows = strategy, table.shape[0]
-        if self.rows < count:
-            raise UsageError(
-                f"{table.path} has {self.rows} rows for {count} parameter servers: leave "
-                "embedding_plan=sharded (--embedding_plan=sharded) out"
-            )
         self.bytes = table.shape.num_elements() * tf.as_dtype(table.dtype).size
         starts = [number * self.rows // count for number in range(count + 1)]
         self.bounds = list(zip(starts, starts[1:], strict=False))
         self._parts: dict[int, list[tf.Variable]] = {}  # by the id of the first
         name = whole.name.removesuffix(":0")
         with strategy.scope():  # which takes the servers in turn
-            rows = [whole.sparse_read(tf.range(*bounds)) for bounds in self.bounds]
-            parts = [tf.Variable(values, name=name) for values in rows]
+            parts = [
+                tf.Variable(whole.sparse_read(tf.range(*bounds)), name=name)
+                for bounds in self.bounds
+            ]
         self._parts[id(parts[0])] = parts
         table._value, table._shape = parts[0], tuple(parts[0].shape)
 
@@ -80,8 +75,8 @@ class ServerShards:
     def read(self, variable: tf.Variable, numbers: tf.Tensor) -> tf.Tensor:
         """Returns rows ``numbers`` [m] of the whole ``variable``, the table or a slot."""
         with tf.control_dependencies([check_inside(numbers, self.rows)]):
-            order = tf.range(tf.size(numbers))
-        owner = self._owner(numbers)
+            owner = self._owner(numbers)
+        order = tf.range(tf.size(numbers))
         orders = tf.dynamic_partition(order, owner, len(self.bounds))
         places = tf.dynamic_partition(numbers - self._first(owner), owner, len(self.bounds))
         parts = zip(self._parts[id(variable)], places, strict=True)

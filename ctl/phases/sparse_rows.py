@@ -145,7 +145,7 @@ class Table:
         places, table = gradient.indices, self.variable
         if not self.deferred:
             rows = read_rows(table, self._optimizer, places, here)
-            update_rows(optimizer, table, gradient, *rows, here if self._asynchronous else None)
+            update_rows(optimizer, table, gradient, *rows, here, self._asynchronous)
             return
         update_rows(optimizer, table, gradient, *self.deferred.read(places))
         self.deferred.note_update(places, optimizer.learning_rate)
@@ -160,11 +160,17 @@ class Table:
         if not self.whole:
             return self.deferred.value() if self.deferred else self.variable.value.value()
         if _in_replica():
-            raise UsageError(
-                f"{self.variable.path} is used other than by lookups, and split over the replicas: "
-                "give embedding_plan=replicated (--embedding_plan=replicated)"
-            )
+            raise self.not_looked_up()
         return self.whole.all_rows()
+
+    def not_looked_up(self) -> UsageError:
+        """For a table that is split, and read in a step otherwise than by plain lookups."""
+        where = "replicas" if self.needs_all_replicas else "parameter servers"
+        return UsageError(
+            f"{self.variable.path} is used other than by lookups, or looked up in a loop, and "
+            f"split over the {where}: give embedding_plan=replicated "
+            "(--embedding_plan=replicated)"
+        )
 
     def bring_up_to_date(self) -> None:
         """Makes up for what rows have missed. Call it outside of a graph, on all workers."""
@@ -214,15 +220,9 @@ class Tables:
                 continue
             optimizer = step.updater.group_of(variable).optimizer
             size = _bytes_of(variable) if parts is None else parts.bytes
-            why = why_dense(step, step.strategy, variable, layers)
-            rule = why or rule_for(step, optimizer, variable)
-            if isinstance(rule, Rule) and step.sparse_rows == "auto":
-                rule = (
-                    f"{type(optimizer).__name__} moves rows that have no gradient, which "
-                    "sparse_rows=on defers (--sparse_rows=on)"
-                )
-            if isinstance(rule, str) and (parts or takes_all(step)):
-                setting = "embedding_plan=sharded" if parts else f"sparse_rows={step.sparse_rows}"
+            rule = rule_or_why(step, variable, layers)
+            if isinstance(rule, str) and takes_all(step):
+                setting = f"sparse_rows={step.sparse_rows}"
                 raise UsageError(
                     f"layer {layers[0].name} cannot be trained by rows, because {rule}: leave "
                     f"{setting} (--{setting}) out"
@@ -322,6 +322,8 @@ class Tables:
         if variable not in self:
             return densify(gradient)
         if isinstance(gradient, tf.Tensor):
+            if self[variable].shards:
+                raise self[variable].not_looked_up()
             return tf.IndexedSlices(gradient, tf.range(variable.shape[0], dtype=tf.int64))
         return tf.IndexedSlices(gradient.values, tf.cast(gradient.indices, tf.int64))
 
@@ -374,17 +376,25 @@ def split_tables(step: Any) -> Iterator[dict[int, Shards | ServerShards]]:
             _release(layer)
     shards: dict[int, Shards | ServerShards] = {}
     tables = tables_of(step) if step.embedding_plan != "replicated" else []
-    kind = ServerShards if replicas.is_asynchronous(step.strategy) else Shards
-    where = "parameter servers" if kind is ServerShards else "replicas"
+    servers = servers_of(step.strategy)
+    where = "parameter servers" if servers else "replicas"
     try:
         for variable, layers in tables:
-            if _places(step.strategy) > 1 and _is_wanted_split(step, variable, layers):
-                if why := why_whole(step, step.strategy, variable, layers):
-                    raise UsageError(
-                        f"layer {layers[0].name} cannot be split over the {where}, because {why}: "
-                        "give embedding_plan=replicated (--embedding_plan=replicated)"
-                    )
-                shards[id(variable)] = kind(variable, step.strategy)
+            if not _is_wanted_split(step, variable, layers):
+                continue
+            rule = rule_or_why(step, variable, layers)
+            if why := why_whole(step, step.strategy, variable, layers) or (
+                rule if isinstance(rule, str) else None
+            ):
+                also = f", and leave sparse_rows={step.sparse_rows} out" if takes_all(step) else ""
+                raise UsageError(
+                    f"layer {layers[0].name} cannot be split over the {where}, because {why}: give "
+                    f"embedding_plan=replicated (--embedding_plan=replicated){also}"
+                )
+            if not servers:
+                shards[id(variable)] = Shards(variable, step.strategy)
+            elif variable.shape[0] >= servers > 1:
+                shards[id(variable)] = ServerShards(variable, step.strategy)
         if step.embedding_plan == "sharded" and not shards:
             logging.warning("embedding_plan=sharded splits no table: %s", _why_none(step, tables))
         for layer in replicas.layers_of(step.tracked.layer):
@@ -398,11 +408,6 @@ def split_tables(step: Any) -> Iterator[dict[int, Shards | ServerShards]]:
             elif parts := shards.get(id(variable)):
                 parts.unsplit(variable)
         raise
-
-
-def _places(strategy: tf.distribute.Strategy) -> int:
-    """The number of parts of a table that is split."""
-    return servers_of(strategy) or strategy.num_replicas_in_sync
 
 
 def _bytes_of(table: keras.Variable) -> int:
@@ -419,12 +424,13 @@ def _is_wanted(step: Any, table: keras.Variable) -> bool:
 
 def _is_wanted_split(step: Any, table: keras.Variable, layers: Sequence[Any]) -> bool:
     """Whether ``embedding_plan``, which is not ``"replicated"``, wants ``table`` to be split."""
+    servers, wanted = servers_of(step.strategy), _is_wanted(step, table)
     if step.embedding_plan == "sharded":
-        return _is_wanted(step, table)
-    if not replicas.is_asynchronous(step.strategy):
+        return wanted and (servers > 0 or step.strategy.num_replicas_in_sync > 1)
+    if not servers:
         return table.path in _planned(step, "split")
-    rule = rule_for(step, optimizer_of(step.optimizer, table), table)
-    return _is_wanted(step, table) and not (rule or why_whole(step, step.strategy, table, layers))
+    why = why_whole(step, step.strategy, table, layers) or rule_or_why(step, table, layers)
+    return wanted and not why
 
 
 def takes_all(step: Any) -> bool:
@@ -444,6 +450,23 @@ def rule_for(
             f"{type(optimizer).__name__} moves rows that have no gradient, which cannot be made up "
             "for where workers do not wait for each other; with sparse_rows=lazy "
             "(--sparse_rows=lazy), they stay"
+        )
+    return rule
+
+
+def rule_or_why(
+    step: Any, table: keras.Variable, layers: Sequence[keras.layers.Embedding]
+) -> Rule | str | None:
+    """How the optimizer of ``table`` moves rows that have no gradient, None if it does not; or why
+    ``table`` is not trained by rows."""
+    if why := why_dense(step, step.strategy, table, layers):
+        return why
+    optimizer = optimizer_of(step.optimizer, table)
+    rule = rule_for(step, optimizer, table)
+    if isinstance(rule, Rule) and step.sparse_rows == "auto":
+        return (
+            f"{type(optimizer).__name__} moves rows that have no gradient, which sparse_rows=on "
+            "defers (--sparse_rows=on)"
         )
     return rule
 
@@ -487,8 +510,9 @@ def why_whole(
 
 
 def _why_none(step: Any, tables: Sequence[Any]) -> str:
-    if _places(step.strategy) == 1:
-        return f"there is one {'parameter server' if servers_of(step.strategy) else 'replica'}"
+    servers = servers_of(step.strategy)
+    if (servers or step.strategy.num_replicas_in_sync) == 1:
+        return f"there is one {'parameter server' if servers else 'replica'}"
     if not tables or step.sparse_rows == "off":
         return "none is trained by rows"
     least = size_text(LEAST_BYTES)
@@ -576,14 +600,17 @@ class _Lookup:
 
     def _rows(self, ids: tf.Tensor) -> tf.Tensor:
         layer, variable, ids = self._layer, self._layer._embeddings, self.numbers(ids)
-        if self._table is None:
-            # Keras casts the public `value` where it casts by itself.
-            return tf.cast(copy_here(variable._value).sparse_read(ids), layer.compute_dtype)
+        is_remote = replicas.is_asynchronous(tf.distribute.get_strategy())
+        # Keras casts the public `value` where it casts by itself.
+        plain = copy_here(variable._value).sparse_read
+        if self._table is None and not is_remote:
+            return tf.cast(plain(ids), layer.compute_dtype)
         if rows := fetched(layer):
             rows = rows.look_up(tf.cast(tf.reshape(ids, [-1]), tf.int64))
-        else:
+        else:  # each row once
             numbers, places = tf.unique(tf.reshape(ids, [-1]))
-            rows = tf.gather(self._table.look_up(numbers), places)
+            look_up = self._table.look_up if self._table else plain
+            rows = tf.gather(look_up(numbers), places)
         rows = tf.reshape(rows, tf.concat([tf.shape(ids), variable._value.shape[1:]], 0))
         rows = tf.ensure_shape(rows, [*ids.shape, *variable._value.shape[1:]])
         return tf.cast(rows, layer.compute_dtype)
@@ -640,3 +667,17 @@ class _Variable(keras.Variable):
 
     def _direct_assign(self, value: Any) -> None:
         self._table.assign(value)
+
+
+def _on_all_rows(name: str) -> Any:
+    """The operator of Keras's variable of this ``name``, which would take its ``value``."""
+
+    def operator(self: _Variable, *others: Any) -> tf.Tensor:
+        return getattr(tf.convert_to_tensor(self), name)(*others)
+
+    return operator
+
+
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), "neg", "abs", "getitem"):
+    setattr(_Variable, f"__{_name}__", _on_all_rows(f"__{_name}__"))

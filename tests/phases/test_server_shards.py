@@ -16,5 +16,7 @@ def test_three_servers_equal_one_device(zygote, tmp_path):
     assert found.pop("auto") == 2
     assert 1000 < found.pop("sent") < 0.05 * 4 * 8 * 100_000
     assert "Adam moves rows that have no gradient, which cannot be made up" in found.pop("refused")
+    assert "looked up in a loop, and split over the parameter servers" in found.pop("in a loop")
+    assert "XLA works within one process" in found.pop("compiled")
     assert {*found} == {"sgd", "adagrad", "adam, lazily", "from", "to", "made whole again"}
     assert max(found.values()) < 1e-6

@@ -18,7 +18,7 @@ from ctl.data import InMemory
 from ctl.errors import CheckpointError, UsageError
 from ctl.jobs import trials
 from ctl.loop import Loop
-from ctl.phases import deferred, sparse_rows
+from ctl.phases import deferred, optimizers, sparse_rows
 from ctl.phases.base_step import EvalStep
 from ctl.step import TrainStep
 from ctl.testing import check_step
@@ -162,6 +162,10 @@ def test_who_reads_a_table_finds_all_rows_up_to_date(mirrored, tmp_path):
     loop.save()
     loop.checkpoints.wait()
     assert_close([table.numpy(), np.array(table), tf.identity(table).numpy()], want[:1] * 3)
+    read = [table + 0.0, 1.0 * table, table[0:], abs(-table) * tf.sign(table), table**1]
+    assert_close([value.numpy() for value in read], want[:1] * len(read))
+    of_rows, of_width = tf.eye(ROWS), tf.eye(WIDTH)
+    assert_close([(of_rows @ table).numpy(), (table @ of_width).numpy()], want[:1] * 2)
     assert_close(loop.step.model.get_weights(), want)
     saved = Reader(tmp_path / "checkpoints")
     assert_close([saved[name] for name in list(saved)[: len(want)]], want)
@@ -177,6 +181,24 @@ def test_who_reads_a_table_finds_all_rows_up_to_date(mirrored, tmp_path):
     )
     for one, other in zip(loop.step.state()["rows"], state, strict=True):  # all of this only reads
         np.testing.assert_array_equal(one.numpy(), other)
+
+
+def test_updates_of_workers_that_read_the_same_rows():
+    """What Keras adds to a slot is added twice, as with a dense gradient. What it assigns is
+    assigned: added twice, the mean of squares of RMSprop would become negative."""
+    for kind, added in ((keras.optimizers.Adam(0.1), True), (keras.optimizers.RMSprop(0.1), False)):
+        table = keras.Variable(np.ones([4, 2], "float32"))
+        kind.build([table])
+        numbers = tf.constant([1, 3])
+        read = optimizers.read_rows(table, kind, numbers)
+        gradient = tf.IndexedSlices(tf.fill([2, 2], 0.5), numbers)
+        for _ in range(2):
+            optimizers.update_rows(kind, table, gradient, *read, asynchronous=True)
+        square = 2 * 0.001 * 0.25 if added else 0.1 * 0.25
+        velocity = optimizers.slots_of(kind, table)[-1 if added else 0]
+        assert_close([velocity.numpy()[numbers.numpy()]], [np.full([2, 2], square, "float32")])
+        assert_close([table.numpy()[::2]], [np.ones([2, 2], "float32")])
+        np.testing.assert_allclose(1.0 - table.numpy()[1], 2 * (0.1 if added else 0.316), rtol=0.01)
 
 
 def test_a_table_that_is_set_forgets_what_it_has_missed(mirrored):

@@ -52,13 +52,15 @@ def examples() -> tuple[dict[str, np.ndarray], np.ndarray]:
     )
 
 
-def make_model(rows: int) -> keras.Model:
-    """Two features share a table; another has 7 rows, on three servers."""
+def make_model(rows: int, in_a_loop: bool) -> keras.Model:
+    """Two features share a table; another has 7 rows, and one fewer than servers."""
     keras.utils.set_random_seed(1)
     words, city = keras.Input([4], dtype="int32", name="words"), keras.Input([], name="city")
     table = keras.layers.Embedding(rows, 8)
-    parts = [keras.layers.GlobalAveragePooling1D()(table(words)), table(words[:, 0])]
-    parts += [keras.layers.Embedding(7, 2)(city)]
+    one_by_one = keras.layers.Lambda(lambda rows: tf.map_fn(table, rows, tf.float32))
+    looked_up = one_by_one(words) if in_a_loop else table(words)
+    parts = [keras.layers.GlobalAveragePooling1D()(looked_up), table(words[:, 0])]
+    parts += [keras.layers.Embedding(7, 2)(city), keras.layers.Embedding(2, 2)(city // 4)]
     logits = keras.layers.Dense(CLASSES)(keras.layers.Concatenate()(parts))
     return keras.Model({"words": words, "city": city}, logits)
 
@@ -68,6 +70,7 @@ def make_loop(
     strategy: tf.distribute.Strategy | None,
     directory: str,
     rows: int = 100,
+    in_a_loop: bool = False,
     **options: Any,
 ) -> ctl.Loop:
     with strategy.scope() if strategy else contextlib.nullcontext():
@@ -76,7 +79,9 @@ def make_loop(
             "embedding_plan": "sharded" if strategy else "replicated",
             **options,
         }
-        step = ctl.TrainStep(make_model(rows), OPTIMIZERS[kind](), clip_norm=1.0, **options)
+        step = ctl.TrainStep(
+            make_model(rows, in_a_loop), OPTIMIZERS[kind](), clip_norm=1.0, **options
+        )
     data = ctl.data.InMemory(examples(), global_batch_size=BATCH)
     checkpoints = ctl.CheckpointManager(OUT / directory, keep=9)
     if not strategy:
@@ -148,10 +153,15 @@ def run() -> None:
     before = sent_bytes()
     loop.train(STEPS)
     found["sent"] = (sent_bytes() - before) / (STEPS - 1)
-    try:
-        make_loop(kind, strategy, "refused", sparse_rows="on")
-    except UsageError as error:
-        found["refused"] = str(error)
+    for name, what in {
+        "refused": lambda: make_loop(kind, strategy, "refused", sparse_rows="on"),
+        "in a loop": lambda: make_loop("sgd", strategy, "loop", in_a_loop=True).train(1),
+        "compiled": lambda: make_loop("sgd", strategy, "compiled", jit_update=True),
+    }.items():
+        try:
+            what()
+        except UsageError as error:
+            found[name] = str(error)
     print(json.dumps(found), flush=True)
     os._exit(0)  # the servers cannot be stopped in another way
 

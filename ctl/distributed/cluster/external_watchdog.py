@@ -154,6 +154,8 @@ def _silent(
 
 def main() -> None:
     """Ends the parent after the limit, unless it beats, closes stdin or ends before."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # to the group; the parent may save for long
+        signal.signal(number, signal.SIG_IGN)
     parent, doing, peers, timeout, frozen_timeout, flag, patient = json.loads(sys.argv[1])
     waited, quiet = 0.0, min(_QUIET_SECONDS, timeout)
     missed: dict[str, int] = {}

@@ -209,6 +209,10 @@ def test_who_is_silent_is_told_when_asked(start):
             assert keeper.silent() == f"ps 1 (at {gone}: Connection refused)"
         with external_watchdog.limited("", {"ps 0": well}, 60.0, "") as keeper:
             assert keeper.silent() == ""
+            for number in (signal.SIGINT, signal.SIGTERM):  # as the whole group may get them
+                keeper._process.send_signal(number)
+            time.sleep(0.2)
+            assert keeper._process.poll() is None
             keeper._process.kill()
             assert keeper.silent() == ""
 
