@@ -9,31 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ctl.base.lazy import load_lazily
+from ctl.flags.durations import SCHEDULES
 
 if TYPE_CHECKING:
-    from ctl.schedule.schedules import (
-        Constant,
-        Cosine,
-        Exponential,
-        InverseSqrt,
-        Piecewise,
-        Plateau,
-        Polynomial,
-        Schedule,
-        make_schedule,
-    )
+    from ctl.schedule.schedules import *  # noqa: F403
 
-__all__ = [
-    "Constant",
-    "Cosine",
-    "Exponential",
-    "InverseSqrt",
-    "Piecewise",
-    "Plateau",
-    "Polynomial",
-    "Schedule",
-    "make_schedule",
-]
+# The classes are called as the schedules: ``inverse_sqrt`` is `InverseSqrt`.
+_CLASSES = [name.title().replace("_", "") for name in SCHEDULES]
+__all__ = sorted([*_CLASSES, "Schedule", "make_schedule"])
 
 __getattr__, __dir__ = load_lazily(
     __name__, __all__, dict.fromkeys(__all__, "ctl.schedule.schedules")
