@@ -17,6 +17,7 @@ the one above it:
             TrainStep.apply              all replicas call it together, once
               Updater.__call__           `ctl.phases.apply`: updates or skips; counts the step
                 Updater._update          on each device of the strategy; by XLA, or not
+                  Updater._update_rows   of tables, those rows that have a gradient
                   Updater._update_device   the update of each variable, by the optimizer
 
 `Steps._strategy_run` chooses what every replica runs. With ``jit_compile`` (`ctl.control.jit`), XLA

@@ -466,7 +466,8 @@ class TrainStep(BaseStep):
     def reduce(
         self, loss: tf.Tensor, count: Any, gradients: Gradients, snapshot: StatisticsSnapshot
     ) -> tuple[tf.Tensor, Any, Gradients]:
-        """Sums gradients over replicas with `sum_gradients`.
+        """Sums gradients over replicas with `sum_gradients`, and rows of tables with
+        `Tables.sum_rows`.
 
         The packs also carry the number of valid examples, unless it is known while tracing, and
         the moving statistics that each replica has updated with its own part of the batch.

@@ -229,8 +229,8 @@ def end_of_history(directory: Path) -> float:
 
 
 def newest_first(directory: Path) -> list[int]:
-    """Returns the steps in the order in which every reader looks for the last checkpoint: the
-    history of the run, then what is later; each from its highest step down."""
+    """Returns the steps in the order in which every reader looks for the last checkpoint: those up
+    to `end_of_history`, then those after it; each from its highest step down."""
     end = end_of_history(directory)
     return sorted(paths(directory), key=lambda step: (step <= end, step), reverse=True)
 
