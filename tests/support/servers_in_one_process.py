@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import tensorflow as tf  # noqa: E402
 from paths import BENCHMARKS  # noqa: E402
 
 import ctl  # noqa: E402
+from ctl import launch  # noqa: E402
 from ctl.errors import UsageError  # noqa: E402
 from ctl.jobs.parameter_server import ParameterServerLoop  # noqa: E402
 
@@ -37,7 +37,6 @@ OUT = Path(sys.argv[1])
 SERVERS, BATCH, CLASSES, STEPS = 3, 16, 3, 12
 ROWS = 100_000  # of a large table, 8 wide
 OPTIMIZERS = {
-    "sgd": lambda: keras.optimizers.SGD(0.5),
     "adagrad": lambda: keras.optimizers.Adagrad(0.3),
     "adam, lazily": lambda: keras.optimizers.Adam(0.01, epsilon=1e-4),
 }
@@ -114,19 +113,19 @@ def difference(one: ctl.Loop, other: ctl.Loop) -> float:
 
 
 def start_servers() -> tf.distribute.Strategy:
-    ports = []
-    with contextlib.ExitStack() as stack:
-        for _ in range(SERVERS + 1):
-            free = stack.enter_context(socket.socket())
-            free.bind(("127.0.0.1", 0))
-            ports.append(free.getsockname()[1])
-    worker, *servers = [f"127.0.0.1:{port}" for port in ports]
-    cluster = tf.train.ClusterSpec({"worker": [worker], "ps": servers})
-    for kind, count in (("worker", 1), ("ps", SERVERS)):
-        for index in range(count):
-            _running.append(tf.distribute.Server(cluster, kind, index, protocol="grpc"))
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, rpc_layer="grpc")
-    return tf.distribute.ParameterServerStrategy(resolver)
+    for _ in range(5):
+        addresses = launch.cluster(1, ps=SERVERS)
+        del addresses["chief"]  # this process
+        cluster = tf.train.ClusterSpec(addresses)
+        with contextlib.suppress(tf.errors.OpError):  # another program has taken a port meanwhile
+            for kind, group in addresses.items():
+                for index in range(len(group)):
+                    _running.append(tf.distribute.Server(cluster, kind, index, protocol="grpc"))
+            resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+                cluster, rpc_layer="grpc"
+            )
+            return tf.distribute.ParameterServerStrategy(resolver)
+    raise AssertionError("no free ports")
 
 
 _running: list[tf.distribute.Server] = []
@@ -135,7 +134,7 @@ _running: list[tf.distribute.Server] = []
 def run() -> None:
     strategy, found = start_servers(), {}
     for kind in OPTIMIZERS:
-        options = {"accumulate_steps": 2} if kind == "sgd" else {}
+        options = {"accumulate_steps": 2} if kind == "adagrad" else {}
         split = trained(kind, strategy, f"{kind} split", **options)
         whole = trained(kind, None, f"{kind} whole", **options)
         found[kind] = difference(split, whole)
@@ -143,7 +142,7 @@ def run() -> None:
         trained(kind, first, directory, STEPS // 2)
         found[directory] = difference(trained(kind, then, directory), whole)
     with strategy.scope():
-        again = ctl.TrainStep(split.step.model, OPTIMIZERS["sgd"]())
+        again = ctl.TrainStep(split.step.model, OPTIMIZERS["adagrad"]())
     again.build(strategy)
     found["made whole again"] = difference(split, whole)
     loop = make_loop("adagrad", strategy, "auto", embedding_plan="auto")
@@ -155,8 +154,8 @@ def run() -> None:
     found["sent"] = (sent_bytes() - before) / (STEPS - 1)
     for name, what in {
         "refused": lambda: make_loop(kind, strategy, "refused", sparse_rows="on"),
-        "in a loop": lambda: make_loop("sgd", strategy, "loop", in_a_loop=True).train(1),
-        "compiled": lambda: make_loop("sgd", strategy, "compiled", jit_update=True),
+        "in a loop": lambda: make_loop("adagrad", strategy, "loop", in_a_loop=True).train(1),
+        "compiled": lambda: make_loop("adagrad", strategy, "compiled", jit_update=True),
     }.items():
         try:
             what()
