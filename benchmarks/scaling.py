@@ -122,7 +122,9 @@ def started(counts: list[int]) -> Iterator[list[Group]]:
             about = [peer.answer(_TIMEOUT.value) for peer in peers][0]
             if "unavailable" in about:
                 raise UsageError(about["unavailable"])
-            effort = Effort(40, _LINK_SECONDS.value, 3, _TIMEOUT.value)
+            effort = Effort(
+                iterations=40, seconds=_LINK_SECONDS.value, warm_up=3, timeout=_TIMEOUT.value
+            )
             job = Job(title, peers, count, about["device"], effort)
             groups.append(Group(job, about["gradient_bytes"]))
         progress("")

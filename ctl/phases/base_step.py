@@ -297,7 +297,7 @@ class BaseStep(AutographMethods):
             # replicas assign, and each of these values includes the total so far.
             replica.merge_call(self._update_shared_metrics, args=((labels, outputs, pair),))
             return
-        if replica and isinstance(replica.strategy, tf.distribute.ParameterServerStrategy):
+        if replica and replicas.is_asynchronous(replica.strategy):
             self._add_to_metrics(labels, outputs, pair)
             return
         for metric, weights in self._with_weights(pair):

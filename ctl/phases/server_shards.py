@@ -14,14 +14,13 @@ import numpy as np
 import tensorflow as tf
 
 from ctl.base.tf_internals import count_of_servers
+from ctl.distributed.replicas import is_asynchronous
 from ctl.phases.shards import Split, check_inside
 
 
 def servers_of(strategy: tf.distribute.Strategy) -> int:
     """The number of parameter servers; 0 with another strategy."""
-    if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        return 0
-    return count_of_servers(strategy)
+    return count_of_servers(strategy) if is_asynchronous(strategy) else 0
 
 
 class ServerShards:
@@ -62,11 +61,6 @@ class ServerShards:
             with self._strategy.scope(), self._strategy.extended.colocate_vars_with(part):
                 parts.append(tf.Variable(tf.repeat(slot[:1], part.shape[0], 0), name=name))
         self._parts[id(slot)] = parts
-
-    @property
-    def all_parts(self) -> list[list[tf.Variable]]:
-        """Those of the table, and of each slot."""
-        return list(self._parts.values())
 
     def part(self, variable: tf.Variable, server: int) -> tf.Variable:
         """The part of ``variable``, the table or a slot, that ``server`` holds."""

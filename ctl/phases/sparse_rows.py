@@ -382,10 +382,7 @@ def split_tables(step: Any) -> Iterator[dict[int, Shards | ServerShards]]:
         for variable, layers in tables:
             if not _is_wanted_split(step, variable, layers):
                 continue
-            rule = rule_or_why(step, variable, layers)
-            if why := why_whole(step, step.strategy, variable, layers) or (
-                rule if isinstance(rule, str) else None
-            ):
+            if why := _why_not_split(step, variable, layers):
                 also = f", and leave sparse_rows={step.sparse_rows} out" if takes_all(step) else ""
                 raise UsageError(
                     f"layer {layers[0].name} cannot be split over the {where}, because {why}: give "
@@ -429,8 +426,15 @@ def _is_wanted_split(step: Any, table: keras.Variable, layers: Sequence[Any]) ->
         return wanted and (servers > 0 or step.strategy.num_replicas_in_sync > 1)
     if not servers:
         return table.path in _planned(step, "split")
-    why = why_whole(step, step.strategy, table, layers) or rule_or_why(step, table, layers)
-    return wanted and not why
+    return wanted and not _why_not_split(step, table, layers)
+
+
+def _why_not_split(step: Any, table: keras.Variable, layers: Sequence[Any]) -> str | None:
+    """Why ``table`` cannot be split, or its optimizer does not train it by rows; None if it can."""
+    rule = rule_or_why(step, table, layers)
+    return why_whole(step, step.strategy, table, layers) or (
+        rule if isinstance(rule, str) else None
+    )
 
 
 def takes_all(step: Any) -> bool:

@@ -63,7 +63,7 @@ def plan_tables(step: Any, strategy: tf.distribute.Strategy, dataset: Any) -> No
     built. Reads a batch of ``dataset``, if that takes little time, and computes the ids that it
     looks up. Raises `PeerError`."""
     if step.embedding_plan != "auto" or is_asynchronous(strategy):
-        return  # parameter servers split what is large, see `split_tables`
+        return  # parameter servers split all that can be, see `split_tables`
     order = {id(variable): n for n, variable in enumerate(step.model.trainable_variables)}
     tables = sorted(tables_of(step), key=lambda table: order[id(table[0])])
     if not tables:

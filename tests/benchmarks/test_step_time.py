@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import xml.etree.ElementTree
 
 import pytest
-from paths import BENCHMARKS
-from scripts import results
+from scripts import results, run_changed
 
 pytestmark = pytest.mark.slow  # starts processes
 
@@ -56,9 +53,6 @@ def test_step_time_of_several_workers(tmp_path):
 
 # The command with measurements that are given, instead of those of processes.
 GIVEN_TIMES = """
-import sys
-
-sys.path.insert(0, sys.argv.pop(1))
 import step_time
 
 
@@ -79,9 +73,7 @@ step_time.run_command(step_time.main, "")
 def test_step_time_of_several_settings(tmp_path, tolerance, settings):
     """After one in which a variant learns something else, there is no other."""
     flags = ["--variants=ctl,plain", "--global_batch_size=32,64", f"--tolerance={tolerance}"]
-    command = [sys.executable, "-c", GIVEN_TIMES, BENCHMARKS, *flags]
-    command += [f"--json={tmp_path / 'out.json'}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = run_changed(GIVEN_TIMES, *flags, f"--json={tmp_path / 'out.json'}")
     runs = json.loads((tmp_path / "out.json").read_text())["runs"]
     assert [run["settings"]["global_batch_size"] for run in runs] == settings
     assert all(run["variants"]["ctl"]["milliseconds"]["min"] == 2.0 for run in runs)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
-from paths import BENCHMARKS
-from scripts import results
+from scripts import results, run_changed
 
 pytestmark = pytest.mark.slow  # starts processes
 
 
 # The command with rows that are given, instead of those that processes answer.
 GIVEN_ROWS = """
-import json, sys
+import json
 
-sys.path.insert(0, sys.argv.pop(1))
-rows = json.loads(sys.argv.pop(1))
 import why_not_fit
+
+rows = json.loads(sys.argv.pop(1))
 
 why_not_fit.ask = lambda name, claim: rows[name]
 why_not_fit.run_command(why_not_fit.main, "")
@@ -46,8 +43,7 @@ def row(keras: bool, ctl: bool) -> dict:
 )
 def test_a_claim_that_is_refuted_is_shown(keras, ctl, exit_code, says, is_silent_about):
     rows = json.dumps({"uneven": row(keras, ctl)})
-    command = [sys.executable, "-c", GIVEN_ROWS, str(BENCHMARKS), rows, "--claims=uneven"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = run_changed(GIVEN_ROWS, rows, "--claims=uneven")
     assert done.returncode == exit_code, done.stderr
     assert says in done.stdout and "keras 9.9" in done.stdout
     assert not any(word in done.stdout for word in is_silent_about)
@@ -64,12 +60,9 @@ def test_both_sides_run(tmp_path):
 
 # The command with processes that start and then say no more.
 SILENT = """
-import sys
-
-sys.path.insert(0, sys.argv.pop(1))
-script = sys.argv.pop(1)
 import why_not_fit
 
+script = sys.argv.pop(1)
 why_not_fit._start = lambda name, side, claim: [why_not_fit.Peer(side, [script])]
 why_not_fit.run_command(why_not_fit.main, "")
 """
@@ -78,9 +71,7 @@ why_not_fit.run_command(why_not_fit.main, "")
 def test_who_is_silent_is_killed(tmp_path):
     script, out = tmp_path / "silent.py", tmp_path / "out.json"
     script.write_text("import time\nprint('{\"versions\": {}}', flush=True)\ntime.sleep(1000)\n")
-    command = [sys.executable, "-c", SILENT, BENCHMARKS, script]
-    command += ["--claims=missing", "--patience=0", f"--json={out}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = run_changed(SILENT, script, "--claims=missing", "--patience=0", f"--json={out}")
     row = json.loads(out.read_text())["claims"]["missing"]
     # Without patience, ctl has no time to name the worker that is missing.
     silence = "nothing for 0 s, then killed"

@@ -50,7 +50,9 @@ class Recovered(logging.Handler):
 def tell_parts(loop: ctl.Loop) -> None:
     """Prints on which task each part of the table and of its slots is, and how many rows it has."""
     (table,) = loop.step.tables
-    parts = [[(part.device, part.shape[0]) for part in parts] for parts in table.shards.all_parts]
+    parts = [
+        [(part.device, part.shape[0]) for part in parts] for parts in table.shards._parts.values()
+    ]
     print("parts", json.dumps(parts), flush=True)
 
 

@@ -25,6 +25,13 @@ def run(command: str, exit_code: int | None = 0) -> subprocess.CompletedProcess:
     return done
 
 
+def run_changed(program: str, *arguments: object) -> subprocess.CompletedProcess:
+    """Runs ``program`` to its end: Python that imports a script by name, changes and runs it."""
+    program = f"import sys\nsys.path.insert(0, sys.argv.pop(1))\n{program}"
+    command = [sys.executable, "-c", program, BENCHMARKS, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
 def results(
     folder: Path, command: str, exit_code: int = 0
 ) -> tuple[dict[str, Any], subprocess.CompletedProcess]:
