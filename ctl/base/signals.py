@@ -256,8 +256,7 @@ class _Watch:
         os.write(self._writer, bytes([_NEXT]))
 
     def install(self) -> dict[int, Any]:
-        """Returns the handlers of before. TensorFlow puts its own in their place, which Python does
-        not notice, where it connects workers."""
+        """Returns the handlers of before."""
         return {number: signal.signal(number, self._handle) for number in _NUMBERS}
 
     def close(self) -> None:
@@ -327,6 +326,15 @@ def answered_by(answer: _Answer) -> Iterator[_Answer | None]:
         watch.close()
 
 
+def install() -> None:
+    """Handles signals again that TensorFlow has taken over where it connected tasks, as before:
+    Python has not noticed. Has no effect outside the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        for number in _NUMBERS:
+            if (handler := signal.getsignal(number)) is not None:  # None: not Python's
+                signal.signal(number, handler)
+
+
 # Of a command that trains ------------------------------------------------------------------------
 
 _command: _Command | None = None
@@ -342,10 +350,6 @@ def begin() -> None:
         atexit.register(_end)  # what is registered first is called last
 
 
-def install() -> None:
-    """Handles signals again that TensorFlow has taken over, see `_Watch.install`."""
-    if _command and _Watch.active:
-        _Watch.active.install()
 
 
 def _end() -> None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from ctl.base import signals
 from ctl.base.ledger import LEDGER
 from ctl.distributed import workers
 from ctl.distributed.cluster import elastic, external_watchdog
@@ -174,6 +175,7 @@ def _connecting(me: str, peers: Mapping[str, str], timeout: float) -> Iterator[N
     with external_watchdog.limited(doing, peers, timeout, flag, frozen=frozen) as keeper:
         try:
             yield
+            signals.install()
         except tf.errors.OpError as error:
             whom = ""
             if isinstance(error, workers.LOST):
@@ -211,6 +213,7 @@ def make_strategy(
     """
     if name == "tpu":
         strategy = _tpu_strategy(tpu)
+        signals.install()
         count = strategy.num_replicas_in_sync
         return Placement(strategy, _options("auto"), f"tpu: {count} replicas")
     devices = _devices(replicas)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from absl import logging
 from absl.flags import FLAGS, FlagValues
 
-from ctl.base import console, signals, stores
+from ctl.base import console, stores
 from ctl.base.names import (
     CLASSES,
     NUMBERS,
@@ -106,7 +106,6 @@ def prepare(flags: FlagValues = FLAGS) -> Prepared:
     from ctl.phases.labels import warn_of_scale
 
     placement = _place(flags)
-    signals.install()
     console.run_first_operation()
     keras.utils.set_random_seed(flags.seed)
     keras.mixed_precision.set_dtype_policy(flags.precision)

@@ -277,7 +277,6 @@ def _train(placement: Placement, run_dir: Path, users: Users, mark: Marks) -> No
     """The order of `ctl.train`: build, resume, train and evaluate, leave together, export."""
     strategy, asynchronous = placement.strategy, placement.heartbeats is not None
     chief = workers.is_chief(strategy)
-    signals.install()
     mark("placed")
     keras.utils.set_random_seed(0)
     users("model")

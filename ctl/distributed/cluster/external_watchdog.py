@@ -5,6 +5,9 @@ without end for a task that is frozen or dead. If it holds Python's lock meanwhi
 Python can give up. A second process can: it runs `main`. It names the tasks that do not answer, and
 ends the first process by a signal whose handler is C's ``_exit``. The handler is called with the
 number of the signal, so that is the exit code.
+
+While the workers are connected, it also does what SIGTERM and Ctrl-C ask for. They come to the
+process group, so to both. TensorFlow takes SIGTERM for itself then, and does nothing about it.
 """
 
 from __future__ import annotations
@@ -26,7 +29,10 @@ from concurrent.futures import ThreadPoolExecutor
 # section 3.4). A server answers with a SETTINGS frame. The fourth byte of a frame is its type.
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
-_SIGNAL = signal.SIGTRAP  # number 5, the exit code of `ctl.errors.PeerError`
+_GIVE_UP = signal.SIGTRAP  # number 5, the exit code of `ctl.errors.PeerError`
+_STOP = 42  # the exit code of `ctl.errors.Preempted`; a number of Linux for programs, as the next
+_CLOSE = _STOP + 1  # to the second process, which handles signals with smaller numbers before
+_ASKING = signal.SIGTERM, signal.SIGINT
 _PROGRAM = "import runpy, sys; runpy.run_path(sys.argv.pop(1))['main']()"
 _TICK = 0.5
 _QUIET_SECONDS = 10.0  # until a line names the tasks that do not answer; it doubles each time
@@ -70,12 +76,17 @@ class Keeper:
         self._libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
         self._libc.signal.restype = ctypes.c_void_p
         handler = ctypes.cast(self._libc._exit, ctypes.c_void_p)
-        self._before = self._libc.signal(_SIGNAL, handler)
+        self._before = {n: self._libc.signal(n, handler) for n in (_GIVE_UP, _STOP)}
         task = json.dumps([os.getpid(), doing, dict(peers), timeout, frozen, flag, patient])
         # Without the site's packages, it starts in 20 ms.
         program = [sys.executable, "-I", "-S", "-c", _PROGRAM, __file__, task]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(program, stdin=pipe, stdout=pipe)
+        # It handles them as soon as it can.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (*_ASKING, _CLOSE))
+        try:
+            self._process = subprocess.Popen(program, stdin=pipe, stdout=pipe)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def beat(self) -> None:
         """Says that Python runs."""
@@ -96,18 +107,19 @@ class Keeper:
             os.write(self._process.stdin.fileno(), message)
 
     def close(self) -> None:
-        """Ends the second process."""
-        self._process.kill()
+        """Ends the second process. A signal that came to it before ends this one."""
+        self._process.send_signal(_CLOSE)
         self._process.communicate()
-        self._libc.signal(_SIGNAL, self._before)
+        for number, handler in self._before.items():
+            self._libc.signal(number, handler)
 
 
 @contextlib.contextmanager
 def limited(
     doing: str, peers: Mapping[str, str], timeout: float, flag: str, *, frozen: float | None = None
 ) -> Iterator[Keeper]:
-    """A context that ends this process with code 5 if it is not left after ``timeout`` seconds.
-    Arguments as of `Keeper`."""
+    """A context that ends this process with code 5 if it is not left after ``timeout`` seconds, and
+    with 42 if SIGTERM or SIGINT comes to its group. Arguments as of `Keeper`."""
     keeper = Keeper(doing, peers, timeout, flag, patient=False, frozen=frozen)
     try:
         yield keeper
@@ -153,10 +165,36 @@ def _silent(
 
 
 def main() -> None:
+    """The second process."""
+    parent, doing, peers, timeout, frozen, flag, patient = json.loads(sys.argv[1])
+    _answer_signals(parent, doing, patient)
+    watch(parent, doing, peers, timeout, frozen, flag, patient)
+
+
+def _answer_signals(parent: int, doing: str, patient: bool) -> None:
+    def stop(number: int, frame: object) -> None:
+        with contextlib.suppress(OSError):  # nobody may read it
+            os.write(2, f"{signal.Signals(number).name}: {doing}; stopped\n".encode())
+        if os.getppid() == parent:
+            os.kill(parent, _STOP)
+        os._exit(0)
+
+    signal.signal(_CLOSE, lambda *_: os._exit(0))
+    for number in _ASKING:  # while it trains, the parent may save for long
+        signal.signal(number, signal.SIG_IGN if patient else stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_ASKING, _CLOSE))
+
+
+def watch(
+    parent: int,
+    doing: str,
+    peers: Mapping[str, str],
+    timeout: float,
+    frozen_timeout: float | None,
+    flag: str,
+    patient: bool,
+) -> None:
     """Ends the parent after the limit, unless it beats, closes stdin or ends before."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # to the group; the parent may save for long
-        signal.signal(number, signal.SIG_IGN)
-    parent, doing, peers, timeout, frozen_timeout, flag, patient = json.loads(sys.argv[1])
     waited, quiet = 0.0, min(_QUIET_SECONDS, timeout)
     missed: dict[str, int] = {}
     since: dict[str, float] = {}  # when a task that is frozen was first asked in vain
@@ -196,6 +234,6 @@ def main() -> None:
             if select.select([sys.stdin], [], [], LINGER_SECONDS)[0]:
                 continue  # it goes on after all, or has ended
             if os.getppid() == parent:
-                os.kill(parent, _SIGNAL)
+                os.kill(parent, _GIVE_UP)
             return
         quiet = min(2 * quiet, timeout) if quiet < timeout else waited + _QUIET_SECONDS

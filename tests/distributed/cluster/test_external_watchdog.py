@@ -6,7 +6,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
-import json
 import os
 import re
 import signal
@@ -50,6 +49,7 @@ def start():
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
         processes.append(process)
         assert process.stdout.readline() == "inside\n"
@@ -102,7 +102,7 @@ def test_it_ends_though_nobody_can_read_why(start):
     assert process.wait(40) == 5
 
 
-def run_main(
+def run_watch(
     monkeypatch,
     peers: dict[str, str],
     patient: bool,
@@ -111,12 +111,11 @@ def run_main(
     quiet: float = 0.2,
     frozen: float | None = None,
 ) -> list:
-    """Runs the program of the second process here, with short times, until its stdin ends after
-    ``stdin`` seconds. Returns its calls of kill."""
+    """Watches as the second process does, with short times, until its stdin ends after ``stdin``
+    seconds. Returns its calls of kill."""
     for name, value in (("_TICK", 0.05), ("_QUIET_SECONDS", quiet), ("LINGER_SECONDS", 0.0)):
         monkeypatch.setattr(external_watchdog, name, value)
-    task = [os.getppid(), "worker 0: it connects", peers, 1.0, frozen, "--flag", patient]
-    monkeypatch.setattr(sys, "argv", ["", json.dumps(task)])
+    task = os.getppid(), "worker 0: it connects", peers, 1.0, frozen, "--flag", patient
     ended: list = []
     monkeypatch.setattr(os, "kill", lambda *call: ended.append(call))
     reader, writer = os.pipe()
@@ -133,7 +132,7 @@ def run_main(
     thread.start()
     with open(reader) as source:
         monkeypatch.setattr(sys, "stdin", source)
-        external_watchdog.main()
+        external_watchdog.watch(*task)
     done.set()
     thread.join()
     return ended
@@ -143,7 +142,7 @@ def test_it_says_for_whom_it_waits(monkeypatch, capfd):
     """And gives no more than the time that it has."""
     gone = launch.cluster(1)["worker"][0]
     began = time.monotonic()
-    ended = run_main(monkeypatch, {"ps 0": gone}, patient=False, stdin=60.0)
+    ended = run_watch(monkeypatch, {"ps 0": gone}, patient=False, stdin=60.0)
     assert ended == [(os.getppid(), 5)]
     assert time.monotonic() - began >= 1.0
     *lines, last = capfd.readouterr().err.splitlines()
@@ -168,7 +167,7 @@ def test_who_was_gone_first_is_named(monkeypatch, capfd):
 
     monkeypatch.setattr(external_watchdog, "ask_grpc", ask)
     peers = {"worker 1": "host:1", "worker 2": "host:2"}
-    assert run_main(monkeypatch, peers, patient=False, stdin=60.0)
+    assert run_watch(monkeypatch, peers, patient=False, stdin=60.0)
     lines = capfd.readouterr().err.splitlines()
     assert asked[2] > 2 and len(lines) == 4
     assert all(x.endswith("waiting for worker 1 (at host:1: Connection refused)") for x in lines)
@@ -185,7 +184,7 @@ def test_who_was_gone_shortly_before_the_others_gave_up(monkeypatch, capfd):
 
     monkeypatch.setattr(external_watchdog, "ask_grpc", ask)
     peers = {"worker 1": "host:2", "worker 2": "host:1"}
-    assert run_main(monkeypatch, peers, patient=False, stdin=60.0, quiet=1.0)
+    assert run_watch(monkeypatch, peers, patient=False, stdin=60.0, quiet=1.0)
     (line,) = capfd.readouterr().err.splitlines()
     assert line.endswith("gave up; waiting for worker 2 (at host:1: Connection refused)")
 
@@ -209,22 +208,38 @@ def test_who_is_silent_is_told_when_asked(start):
             assert keeper.silent() == f"ps 1 (at {gone}: Connection refused)"
         with external_watchdog.limited("", {"ps 0": well}, 60.0, "") as keeper:
             assert keeper.silent() == ""
-            for number in (signal.SIGINT, signal.SIGTERM):  # as the whole group may get them
-                keeper._process.send_signal(number)
-            time.sleep(0.2)
-            assert keeper._process.poll() is None
             keeper._process.kill()
             assert keeper.silent() == ""
+
+
+def test_who_trains_may_save_after_a_signal(monkeypatch):
+    keeper = external_watchdog.Keeper("", {}, 60.0, "", patient=True)
+    for number in (signal.SIGINT, signal.SIGTERM):  # as the whole group may get them
+        keeper._process.send_signal(number)
+    keeper._write(b"?")
+    assert keeper._process.stdout.readline() == b"\n"
+    keeper.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("inside", [HOLDS_THE_LOCK, ""], ids=["lock", "leaves"])
+def test_a_signal_ends_who_connects(start, number, inside):
+    """At whatever moment it comes, and although the process has lost its handler."""
+    before = f"import signal; signal.signal({int(number)}, signal.SIG_IGN)"
+    process = start(f"os.killpg(0, {int(number)}); {inside}", 600.0, {}, before)
+    out, errors = process.communicate(timeout=40)
+    assert (process.returncode, out) == (42, "")
+    assert errors == f"{number.name}: worker 0: it connects; stopped\n"
 
 
 def test_patience_with_a_process_that_is_busy(monkeypatch, capfd):
     """Python's lock may be held for a good reason."""
     with server(b"\0\0\0\4\0\0\0\0\0") as well:
-        assert run_main(monkeypatch, {"ps 0": well}, patient=True) == []
+        assert run_watch(monkeypatch, {"ps 0": well}, patient=True) == []
     assert capfd.readouterr().err == ""
     gone = launch.cluster(1)["worker"][0]
-    assert run_main(monkeypatch, {"worker 0": gone}, patient=True) == []  # it is started again
-    assert run_main(monkeypatch, {"ps 0": gone}, True, stdin=60.0) == [(os.getppid(), 5)]
+    assert run_watch(monkeypatch, {"worker 0": gone}, patient=True) == []  # it is started again
+    assert run_watch(monkeypatch, {"ps 0": gone}, True, stdin=60.0) == [(os.getppid(), 5)]
 
 
 def test_who_is_frozen_is_waited_for_no_longer_than_said(monkeypatch, capfd):
@@ -239,7 +254,7 @@ def test_who_is_frozen_is_waited_for_no_longer_than_said(monkeypatch, capfd):
     for port, last in ((1, "; gave up; waiting for worker 1 (at host:1: timed out)"), (2, None)):
         began = time.monotonic()
         peers = {"worker 1": f"host:{port}"}
-        assert run_main(monkeypatch, peers, False, stdin=60.0, frozen=0.3) == [(os.getppid(), 5)]
+        assert run_watch(monkeypatch, peers, False, stdin=60.0, frozen=0.3) == [(os.getppid(), 5)]
         said = capfd.readouterr().err.splitlines()[-1]
         assert said.endswith(
             last or "(--flag); gave up; waiting for worker 1 (at host:2: Connection refused)"
@@ -249,7 +264,7 @@ def test_who_is_frozen_is_waited_for_no_longer_than_said(monkeypatch, capfd):
 def test_a_beat_begins_anew(monkeypatch, capfd):
     gone = launch.cluster(1)["worker"][0]
     began = time.monotonic()
-    assert run_main(monkeypatch, {"ps 0": gone}, True, 15, 60.0) == [(os.getppid(), 5)]
+    assert run_watch(monkeypatch, {"ps 0": gone}, True, 15, 60.0) == [(os.getppid(), 5)]
     assert time.monotonic() - began >= 2.4
     assert capfd.readouterr().err.endswith(
         "gave up; waiting for ps 0 (at " + gone + ": Connection refused)\n"
@@ -281,11 +296,12 @@ from ctl.distributed.strategy import make_multi_worker
 FLAG = "--startup_timeout"
 
 def run():
+    os.setpgrp()  # as of a launcher
     me, limited = resolve(None, None), external_watchdog.limited
     if me.index == 1:
         freeze = lambda **_: os.kill(os.getpid(), signal.SIGSTOP)
         tf.distribute.MultiWorkerMirroredStrategy = freeze
-    external_watchdog.limited = lambda doing, peers, *_, **__: limited(doing, peers, 3.0, FLAG)
+    external_watchdog.limited = lambda doing, peers, *_, **__: limited(doing, peers, SECONDS, FLAG)
     make_multi_worker(me)
 """
 
@@ -293,7 +309,7 @@ def run():
 def test_a_worker_that_freezes_while_tensorflow_connects(job, tmp_path):
     """The chief's server runs, and waits for a worker that came to the rendezvous."""
     program, addresses = tmp_path / "connects.py", launch.cluster(2)["worker"]
-    program.write_text(CONNECTS)
+    program.write_text(CONNECTS.replace("SECONDS", "3.0"))
     with job(tmp_path, addresses=addresses, program=program) as (chief, _):
         assert chief.wait(120) == 5, said(tmp_path, 0)
     begin = (
@@ -302,3 +318,21 @@ def test_a_worker_that_freezes_while_tensorflow_connects(job, tmp_path):
     )
     line = last_line(tmp_path, 0)
     assert re.match(rf"{begin} for worker 1 \(at {addresses[1]}: ", line), line
+
+
+def test_a_signal_while_tensorflow_connects(job, tmp_path):
+    """TensorFlow has taken SIGTERM, and holds Python's lock."""
+    program, addresses = tmp_path / "connects.py", launch.cluster(2)["worker"]
+    program.write_text(CONNECTS.replace("SECONDS", "600.0"))
+    with job(tmp_path, addresses=addresses, program=program) as (chief, _):
+        host, port = addresses[0].split(":")
+        listens, deadline = False, time.monotonic() + 60.0
+        while not listens and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                external_watchdog.ask_grpc(host, int(port), 1.0)
+                listens = True
+            time.sleep(0.05)
+        os.killpg(chief.pid, signal.SIGTERM)
+        assert chief.wait(60) == 42, said(tmp_path, 0)
+    said_last = "SIGTERM: worker 0: TensorFlow has been connecting to the job; stopped"
+    assert last_line(tmp_path, 0) == said_last
