@@ -350,8 +350,6 @@ def begin() -> None:
         atexit.register(_end)  # what is registered first is called last
 
 
-
-
 def _end() -> None:
     """Python would give the signals back to the system, which kills the process."""
     for number in _NUMBERS:
