@@ -4,21 +4,22 @@ Read `Steps.run` first: it is the custom training loop. From a batch to an updat
 the one above it:
 
     Loop.train                           how many steps to run; what follows from them
-      Steps.run                          one graph: iterator, strategy.run, strategy.reduce(SUM)
-        next_block                       `ctl.data.feed`: some batches of the iterator
-        Steps._one_step                  on each replica: its part of one batch
-          TrainStep.__call__             forward, backward, reduce, clip, apply
-            TrainStep.forward_backward   loss and gradients of the replica
-            TrainStep.reduce             gradients, and what must be summed with them
-              TrainStep.sum_gradients    to override for another collective
-                ctl.reduce.all_reduce    in packs: context.all_reduce(SUM, ...)  # <- here
-              Tables.sum_rows            of embedding tables: rows are gathered, then summed
-            TrainStep.clip               what all replicas have together
-            TrainStep.apply              all replicas call it together, once
-              Updater.__call__           `ctl.phases.apply`: updates or skips; counts the step
-                Updater._update          on each device of the strategy; by XLA, or not
-                  Updater._update_rows   of tables, those rows that have a gradient
-                  Updater._update_device   the update of each variable, by the optimizer
+      Steps.call                         calls `run`; TensorFlow looks for its trace once
+        Steps.run                        one graph: iterator, strategy.run, strategy.reduce(SUM)
+          next_block                     `ctl.data.feed`: some batches of the iterator
+          Steps._one_step                on each replica: its part of one batch
+            TrainStep.__call__           forward, backward, reduce, clip, apply
+              TrainStep.forward_backward   loss and gradients of the replica
+              TrainStep.reduce           gradients, and what must be summed with them
+                TrainStep.sum_gradients  to override for another collective
+                  ctl.reduce.all_reduce  in packs: context.all_reduce(SUM, ...)  # <- here
+                Tables.sum_rows          of embedding tables: rows are gathered, then summed
+              TrainStep.clip             what all replicas have together
+              TrainStep.apply            all replicas call it together, once
+                Updater.__call__         `ctl.phases.apply`: updates or skips; counts the step
+                  Updater._update        on each device of the strategy; by XLA, or not
+                    Updater._update_rows   of tables, those rows that have a gradient
+                    Updater._update_device   the update of each variable, by the optimizer
 
 `Steps._strategy_run` chooses what every replica runs. With ``jit_compile`` (`ctl.control.jit`), XLA
 compiles the whole step on one replica, and forward and backward on several. With several workers,
@@ -118,6 +119,8 @@ class Steps:
         self.strategy = strategy
         self._resident: Any = None
         self._batches_per_block = 1
+        self._iterator: Any = None  # of the latest call
+        self._traces: dict[TraceKey, tf.types.experimental.ConcreteFunction] = {}  # of its feed
 
     def open(self, start_step: int) -> Feed:
         """Opens a feed of the global batches from ``start_step`` on."""
@@ -133,6 +136,21 @@ class Steps:
         """Returns how many steps, ``most`` at most, the next call of `run` may run. Call it before
         each call."""
         return self.step.tables.reserve(1 if gathers.one_step_per_call(self.strategy) else most)
+
+    def call(
+        self, feed: Feed, steps: tf.Tensor, report: tf.Tensor, trace_key: TraceKey
+    ) -> CallResult:
+        """Calls `run`. Of an iterator and a ``trace_key``, TensorFlow looks for the trace once."""
+        arguments = feed, steps, report, trace_key
+        if tf.config.functions_run_eagerly():
+            return self.run(*arguments)
+        if self._iterator is not feed.iterator:
+            self._iterator, self._traces = feed.iterator, {}
+        if trace := self._traces.get(trace_key):
+            return trace(*arguments)
+        result = self.run(*arguments)
+        self._traces[trace_key] = self.run.get_concrete_function(*arguments)
+        return result
 
     @QuietMethod
     def run(
@@ -387,7 +405,7 @@ class Loop:
         until = end_of_training(until, epochs, self.dataset)
         total = until if total is None else checked("total", total)
         scalars: dict[str, float] = {}
-        run = without_graphs(self.steps.run, self._divergence.origins) if eager else self.steps.run
+        run = without_graphs(self.steps.run, self._divergence.origins) if eager else self.steps.call
         step = self.global_step
         runs = self._runs(step, until)
         with (

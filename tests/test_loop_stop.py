@@ -210,13 +210,13 @@ def test_workers_learn_from_the_next_call_that_one_of_them_has_asked(monkeypatch
     )
     loop._several_workers = True
     monkeypatch.setattr("ctl.loop.agree", lambda *_: None)
-    run = loop.steps.run
+    call = loop.steps.call
 
     def noted(feed, steps, report, key):
         reports.append(report.numpy()[:2].tolist())
-        return run(feed, steps, report, key)
+        return call(feed, steps, report, key)
 
-    loop.steps.run = noted
+    loop.steps.call = noted
     loop.train(200)
     assert reports == [[0, 0], [0, 1]]
     assert wakes == [(3, False), (6, True)]

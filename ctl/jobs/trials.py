@@ -205,7 +205,7 @@ def _time(
         while left:
             some = loop.steps.reserve(left)
             with watchdog.collective(f"trying {name}={value}", first=traces):
-                outcome = loop.steps.run(feed, tf.constant(some), nothing, step.trace_key)
+                outcome = loop.steps.call(feed, tf.constant(some), nothing, step.trace_key)
                 outcome.totals()
             feed = feed._replace(position=outcome.position)
             left -= some

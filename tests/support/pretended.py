@@ -20,7 +20,7 @@ class Pretend:
         self._global_step = loop.step.global_step
         clock = types.SimpleNamespace(perf_counter=lambda: self._now)
         monkeypatch.setattr("ctl.loop.time", clock)
-        loop.steps.run = self
+        loop.steps.call = self
 
     def __call__(self, feed, steps, report, trace_key):
         steps = int(steps)
