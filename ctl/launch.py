@@ -444,7 +444,7 @@ class _Waiting:
 
     def _follow(self, plan: board.Plan) -> board.Plan:
         follows = {"plan": plan.number, "state": board.RUNS, "code": -1}
-        self._machines.say(**follows, trained=False, broken=False, joins=False)
+        self._machines.say(**follows, trained=False, broken=False, blames="", joins=False)
         self._started = time.monotonic()
         return plan
 
@@ -750,9 +750,10 @@ class _ElasticJob(_Job):
                 _say(f"{loss}; the others save and end")
                 since = now
             for task in left:
-                patience = grace if asked else self._patience(task, grace)
+                patience = self._patience(task, grace, asked)
                 if at_once or now - since >= patience:
-                    _say(f"{task.name} has not ended: killed")
+                    how = "has not ended" if patience else "keeps the others waiting"
+                    _say(f"{task.name} {how}: killed")
                     self._killed.add(task.name)
                     self._kill(task)
             time.sleep(0.05)
@@ -779,11 +780,23 @@ class _ElasticJob(_Job):
                 return f"{task.name} has lost another"
         return ""
 
-    def _patience(self, task: _Task, grace: float) -> float:
-        """Seconds that a worker has after the first sign of a loss."""
+    def _patience(self, task: _Task, grace: float, asked: bool) -> float:
+        """Seconds that a worker has to save and end after it was ``asked``, or the first sign of a
+        loss: none if all blame it that have lost another."""
         task.listen()
-        silent = elastic.LOST not in task.told and not self._failed()
-        return min(grace, SILENT_SECONDS) if silent else grace
+        if elastic.LOST in task.told or self._failed():
+            return grace
+        told = self._told()
+        if told and self._rank(task) in set.intersection(*map(elastic.blamed, told)):
+            return 0.0
+        return grace if asked else min(grace, SILENT_SECONDS)
+
+    def _told(self) -> list[bytes]:
+        """What those workers have told that have lost another."""
+        return [task.told for task in self._tasks if elastic.LOST in task.told]
+
+    def _rank(self, task: _Task) -> int:
+        return self._tasks.index(task)
 
     def _failed(self) -> dict[int, str]:
         """How workers have ended by themselves, but not because another was lost; by rank."""
@@ -848,7 +861,9 @@ class _JobOnMachine(_ElasticJob):
     def _loss(self) -> str:
         own = super()._loss()
         machines, plan = self._machines, self._plan
-        machines.say(broken=elastic.LOST in self._tasks[0].told, trained=self.trained())
+        told = self._tasks[0].told
+        blames = elastic.blame(sorted(elastic.blamed(told))).decode()
+        machines.say(broken=elastic.LOST in told, blames=blames, trained=self.trained())
         view = machines.view
         if view.plan.number > plan.number:
             self._is_over = True
@@ -864,8 +879,15 @@ class _JobOnMachine(_ElasticJob):
                 return own or f"{machine.name} has lost a worker"
         return own
 
-    def _patience(self, task: _Task, grace: float) -> float:
-        return 0.0 if self._is_over else super()._patience(task, grace)
+    def _patience(self, task: _Task, grace: float, asked: bool) -> float:
+        return 0.0 if self._is_over and not asked else super()._patience(task, grace, asked)
+
+    def _told(self) -> list[bytes]:
+        members = self._machines.view.of_plan()
+        return super()._told() or [m.blames.encode() for m in members if m.broken]
+
+    def _rank(self, task: _Task) -> int:
+        return self._plan.members.index(self._machines.mine.name)
 
     def lost(self) -> dict[int, str]:
         # Before its first call it waited for others, and is not frozen.

@@ -63,8 +63,12 @@ def test_a_worker_that_dies_is_done_without(tmp_path, rank):
 
 
 @pytest.mark.slow
-def test_a_frozen_worker_is_killed_while_the_others_wait_for_what_it_holds(tmp_path):
-    """The others wait for its end, as for the lock of a frozen chief: nobody has ended before."""
+@pytest.mark.parametrize(
+    ("tells", "says"), [("l", "has not ended"), ("l<1>", "keeps the others waiting")]
+)
+def test_a_frozen_worker_is_killed_while_the_others_wait_for_what_it_holds(tmp_path, tells, says):
+    """The others wait for its end, as for the lock of a frozen chief: nobody has ended before. If
+    they name it, its launcher kills it at once."""
     does = """
 if attempt == 0 and rank == 1:
     open(file + ".pid", "w").write(str(os.getpid()))
@@ -73,16 +77,16 @@ if attempt == 0:
     while not os.path.exists(file + ".pid"):
         time.sleep(0.1)
     time.sleep(0.5)
-    tell(b"l")
+    tell(TELLS)
     frozen = int(open(file + ".pid").read())
     while os.path.exists(f"/proc/{frozen}"):
         time.sleep(0.1)
     os._exit(5)
 """
-    code, counts, said = run(tmp_path, does, "--grace=30")
+    code, counts, said = run(tmp_path, f"TELLS = b{tells!r}{does}", "--grace=30")
     assert (code, counts) == (0, [4, 3])
     assert "has lost another; the others save and end" in said
-    assert "worker 1 has not ended: killed" in said and said.count("killed") == 1
+    assert f"worker 1 {says}: killed" in said and said.count("killed") == 1
     assert "worker 1 is frozen: goes on with 3 workers without slots 1" in said
 
 

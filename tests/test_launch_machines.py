@@ -81,6 +81,8 @@ def test_a_worker_that_is_lost_leaves_its_machine_away_for_a_while(tmp_path, how
         until(lambda: three[1].sizes() == [3, 3])
         until(lambda: three[0].sizes() == three[2].sizes() == [3, 2, 3])
         assert f"worker 1 {says}: this machine is away for 3 s" in three[1].said
+        killed = "worker 1 keeps the others waiting: killed" in three[1].said
+        assert killed == (how == signal.SIGSTOP)
         end(tmp_path, three)
 
 

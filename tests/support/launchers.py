@@ -22,11 +22,11 @@ workers, rank = config["cluster"]["worker"], config["task"]["index"]
 attempt = top / ("attempt " + " ".join(workers))
 attempt.mkdir(exist_ok=True)
 tell = lambda what: os.write(int(os.environ["CTL_ELASTIC"]), what)
-def runs(pid):
+def state(file):
     try:
-        return open(f"/proc/{pid}/stat").read().rpartition(") ")[2][0] not in "TZ"
+        return open(f"/proc/{file.read_text()}/stat").read().rpartition(") ")[2][0]
     except OSError:
-        return False
+        return "Z"
 signal.signal(signal.SIGTERM, lambda *_: (attempt / "stop").touch())
 (attempt / f"{rank}.new").write_text(str(os.getpid()))
 (attempt / f"{rank}.new").rename(attempt / f"{rank}.pid")
@@ -37,10 +37,10 @@ tell(b"t")
 while not (top / "end").exists():
     if (attempt / "stop").exists():
         sys.exit(42)
-    if not all(runs(file.read_text()) for file in files):
+    if {"T", "Z"} & {*map(state, files)}:
         if (attempt / "stop").exists():
             continue
-        tell(b"l")
+        tell(b"l" + b"".join(b"<%s>" % f.stem.encode() for f in files if state(f) == "T"))
         time.sleep(0.3)
         sys.exit(5)
     time.sleep(0.02)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+from collections.abc import Iterable
 
 # Set by the launcher: the file descriptor of a pipe to it.
 VARIABLE = "CTL_ELASTIC"
@@ -20,8 +22,19 @@ def is_elastic() -> bool:
     return VARIABLE in os.environ
 
 
+def blame(ranks: Iterable[int]) -> bytes:
+    """Names workers that keep this one waiting, for `tell`."""
+    return b"".join(b"<%d>" % rank for rank in ranks)
+
+
+def blamed(told: bytes) -> set[int]:
+    """The ranks in what a worker has told."""
+    return {int(rank) for rank in re.findall(rb"<(\d+)>", told)}
+
+
 def tell(what: bytes) -> None:
-    """Tells the launcher ``what``, `TRAINED` or `LOST`. Has no effect in other jobs."""
+    """Tells the launcher ``what``: `TRAINED`, `LOST`, or whom to `blame`. Has no effect in other
+    jobs."""
     # The launcher may have been killed, or a program between it and this one has closed the pipe.
     with contextlib.suppress(OSError, ValueError):
         os.write(int(os.environ.get(VARIABLE, "-1")), what)

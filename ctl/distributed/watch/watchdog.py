@@ -195,16 +195,26 @@ class Watchdog:
         section = self._section()
         if step is not None:
             section.step = step
+        elastic.tell(elastic.blame(self._who_hangs(why, section)))
         gone = unreachable(self.cluster, _ENDING_SECONDS if why == "broke off" else 0.0)
         made = self._write_record(why, gone)
         self._gave_up = why
         self._beats.send(self._beat(section))
         return self._named(made) or _ALL_LISTEN
 
+    def _who_hangs(self, why: str, section: Section) -> list[int]:
+        """Other workers that will not notice that a collective has failed: the frozen ones and,
+        after a time limit, those that are not in one."""
+        made = record.make(self.cluster, why, section, self._beats.peers, {})
+        limit = why == "timed out"
+        return [p.worker for p in self._suspects(made) if p.silent or (limit and not p.waits)]
+
     def _named(self, made: Record) -> str:
         """The other workers that this one waits for, by its own record."""
-        others = [p for p in hang.suspects([made]) if p.worker != self.cluster.index]
-        return ", ".join(map(str, others))
+        return ", ".join(map(str, self._suspects(made)))
+
+    def _suspects(self, made: Record) -> list[hang.Place]:
+        return [p for p in hang.suspects([made]) if p.worker != self.cluster.index]
 
     def broke_off(self, step: int | None) -> str:
         """Calls `blame` for the main thread, after TensorFlow raised an error.
