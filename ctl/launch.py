@@ -782,18 +782,26 @@ class _ElasticJob(_Job):
 
     def _patience(self, task: _Task, grace: float, asked: bool) -> float:
         """Seconds that a worker has to save and end after it was ``asked``, or the first sign of a
-        loss: none if all blame it that have lost another."""
+        loss: none if it is frozen, as all others say."""
         task.listen()
         if elastic.LOST in task.told or self._failed():
             return grace
-        told = self._told()
-        if told and self._rank(task) in set.intersection(*map(elastic.blamed, told)):
+        if self._rank(task) in self._frozen():
             return 0.0
         return grace if asked else min(grace, SILENT_SECONDS)
 
-    def _told(self) -> list[bytes]:
-        """What those workers have told that have lost another."""
-        return [task.told for task in self._tasks if elastic.LOST in task.told]
+    def _frozen(self) -> set[int]:
+        """Ranks of frozen workers, once all that are not have told so."""
+        told = self._told()
+        lost = [words for words in told.values() if elastic.LOST in words]
+        silent = {rank for rank, words in told.items() if elastic.LOST not in words}
+        blamed = set.intersection(*map(elastic.blamed, lost)) if lost else set()
+        return silent if silent <= blamed else set()
+
+    def _told(self) -> dict[int, bytes]:
+        """What the workers have told, by rank; of those that have ended, who has lost another."""
+        tasks = enumerate(self._tasks)
+        return {r: t.told for r, t in tasks if t.poll() is None or elastic.LOST in t.told}
 
     def _rank(self, task: _Task) -> int:
         return self._tasks.index(task)
@@ -882,9 +890,15 @@ class _JobOnMachine(_ElasticJob):
     def _patience(self, task: _Task, grace: float, asked: bool) -> float:
         return 0.0 if self._is_over and not asked else super()._patience(task, grace, asked)
 
-    def _told(self) -> list[bytes]:
-        members = self._machines.view.of_plan()
-        return super()._told() or [m.blames.encode() for m in members if m.broken]
+    def _told(self) -> dict[int, bytes]:
+        view, plan = self._machines.view, self._plan
+        if view.plan.number != plan.number:
+            return {}
+        return {
+            plan.members.index(m.name): elastic.LOST * m.broken + m.blames.encode()
+            for m in view.of_plan()
+            if m.state == board.RUNS or m.broken
+        }
 
     def _rank(self, task: _Task) -> int:
         return self._plan.members.index(self._machines.mine.name)

@@ -326,6 +326,18 @@ def answered_by(answer: _Answer) -> Iterator[_Answer | None]:
         watch.close()
 
 
+def ending() -> list[int]:
+    """The signals that may end this process where it cannot handle them: both in a command, SIGTERM
+    in a program of the user's; none that it ignores or blocks."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    numbers = _NUMBERS if _command else (signal.SIGTERM,)
+    return [
+        int(number)
+        for number in numbers
+        if number not in blocked and signal.getsignal(number) is not signal.SIG_IGN
+    ]
+
+
 def install() -> None:
     """Handles signals again that TensorFlow has taken over where it connected tasks, as before:
     Python has not noticed. Has no effect outside the main thread."""

@@ -171,11 +171,11 @@ def _connecting(me: str, peers: Mapping[str, str], timeout: float) -> Iterator[N
     """
     doing = f"{me}: TensorFlow has been connecting to the job"
     frozen = elastic.FROZEN_SECONDS if elastic.is_elastic() else None
-    flag = "--startup_timeout"
-    with external_watchdog.limited(doing, peers, timeout, flag, frozen=frozen) as keeper:
+    flag, ending = "--startup_timeout", signals.ending()
+    limited = external_watchdog.limited(doing, peers, timeout, flag, signals=ending, frozen=frozen)
+    with limited as keeper:
         try:
             yield
-            signals.install()
         except tf.errors.OpError as error:
             whom = ""
             if isinstance(error, workers.LOST):
@@ -184,6 +184,8 @@ def _connecting(me: str, peers: Mapping[str, str], timeout: float) -> Iterator[N
             raise PeerError(
                 f"{me}: TensorFlow cannot connect to the job: {workers.reason(error)}{whom}"
             ) from error
+        finally:
+            signals.install()
 
 
 def make_strategy(

@@ -109,7 +109,7 @@ class _RemoteSteps(Steps):
     def _on_worker(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         return self.strategy.run(self.step, args=(batch,))
 
-    def run(
+    def call(
         self, feed: Feed, steps: tf.Tensor, report: tf.Tensor, trace_key: TraceKey
     ) -> CallResult:
         """See `Steps.run`."""

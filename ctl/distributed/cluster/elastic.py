@@ -23,7 +23,7 @@ def is_elastic() -> bool:
 
 
 def blame(ranks: Iterable[int]) -> bytes:
-    """Names workers that keep this one waiting, for `tell`."""
+    """Names workers that are frozen, for `tell`."""
     return b"".join(b"<%d>" % rank for rank in ranks)
 
 

@@ -6,8 +6,9 @@ Python can give up. A second process can: it runs `main`. It names the tasks tha
 ends the first process by a signal whose handler is C's ``_exit``. The handler is called with the
 number of the signal, so that is the exit code.
 
-While the workers are connected, it also does what SIGTERM and Ctrl-C ask for. They come to the
-process group, so to both. TensorFlow takes SIGTERM for itself then, and does nothing about it.
+While the workers are connected, it also does what SIGTERM and Ctrl-C ask for, if they come to the
+process group, as those of a launcher do. TensorFlow takes SIGTERM for itself then, and does nothing
+about it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 # The first bytes of a gRPC client: the preface of HTTP/2 and an empty SETTINGS frame (RFC 9113,
@@ -59,6 +60,7 @@ class Keeper:
         timeout: seconds without `beat` after which it ends this process with code 5.
         flag: the flag that sets ``timeout``, or "".
         patient: whether to end it only if a task does not answer.
+        signals: numbers of those of `_ASKING` that end it with 42; others change nothing.
         frozen: seconds after which it ends this process because of a task that times out.
     """
 
@@ -70,6 +72,7 @@ class Keeper:
         flag: str,
         *,
         patient: bool,
+        signals: Sequence[int] = (),
         frozen: float | None = None,
     ):
         self._libc = ctypes.CDLL(None)
@@ -77,9 +80,10 @@ class Keeper:
         self._libc.signal.restype = ctypes.c_void_p
         handler = ctypes.cast(self._libc._exit, ctypes.c_void_p)
         self._before = {n: self._libc.signal(n, handler) for n in (_GIVE_UP, _STOP)}
-        task = json.dumps([os.getpid(), doing, dict(peers), timeout, frozen, flag, patient])
+        watch = [os.getpid(), doing, dict(peers), timeout, frozen, flag, patient]
         # Without the site's packages, it starts in 20 ms.
-        program = [sys.executable, "-I", "-S", "-c", _PROGRAM, __file__, task]
+        program = [sys.executable, "-I", "-S", "-c", _PROGRAM, __file__]
+        program.append(json.dumps([watch, [*signals]]))
         pipe = subprocess.PIPE
         # It handles them as soon as it can.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (*_ASKING, _CLOSE))
@@ -116,11 +120,17 @@ class Keeper:
 
 @contextlib.contextmanager
 def limited(
-    doing: str, peers: Mapping[str, str], timeout: float, flag: str, *, frozen: float | None = None
+    doing: str,
+    peers: Mapping[str, str],
+    timeout: float,
+    flag: str,
+    *,
+    signals: Sequence[int] = (),
+    frozen: float | None = None,
 ) -> Iterator[Keeper]:
     """A context that ends this process with code 5 if it is not left after ``timeout`` seconds, and
-    with 42 if SIGTERM or SIGINT comes to its group. Arguments as of `Keeper`."""
-    keeper = Keeper(doing, peers, timeout, flag, patient=False, frozen=frozen)
+    with 42 if one of ``signals`` comes to its group. Arguments as of `Keeper`."""
+    keeper = Keeper(doing, peers, timeout, flag, patient=False, signals=signals, frozen=frozen)
     try:
         yield keeper
     finally:
@@ -166,22 +176,24 @@ def _silent(
 
 def main() -> None:
     """The second process."""
-    parent, doing, peers, timeout, frozen, flag, patient = json.loads(sys.argv[1])
-    _answer_signals(parent, doing, patient)
-    watch(parent, doing, peers, timeout, frozen, flag, patient)
+    task, signals = json.loads(sys.argv[1])
+    _answer(signals, *task[:2])
+    watch(*task)
 
 
-def _answer_signals(parent: int, doing: str, patient: bool) -> None:
+def _answer(signals: Sequence[int], parent: int, doing: str) -> None:
     def stop(number: int, frame: object) -> None:
+        signal.signal(_CLOSE, signal.SIG_IGN)
         with contextlib.suppress(OSError):  # nobody may read it
-            os.write(2, f"{signal.Signals(number).name}: {doing}; stopped\n".encode())
+            if select.select([], [2], [], 0.0)[1]:
+                os.write(2, f"{signal.Signals(number).name}: {doing}; stopped\n".encode())
         if os.getppid() == parent:
             os.kill(parent, _STOP)
         os._exit(0)
 
     signal.signal(_CLOSE, lambda *_: os._exit(0))
-    for number in _ASKING:  # while it trains, the parent may save for long
-        signal.signal(number, signal.SIG_IGN if patient else stop)
+    for number in _ASKING:
+        signal.signal(number, stop if number in signals else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_ASKING, _CLOSE))
 
 

@@ -195,19 +195,19 @@ class Watchdog:
         section = self._section()
         if step is not None:
             section.step = step
-        elastic.tell(elastic.blame(self._who_hangs(why, section)))
+        time.sleep(2 * _TICK)  # beats of a time in which this process was stopped are read first
+        elastic.tell(elastic.blame(self._frozen(section)))
         gone = unreachable(self.cluster, _ENDING_SECONDS if why == "broke off" else 0.0)
         made = self._write_record(why, gone)
         self._gave_up = why
         self._beats.send(self._beat(section))
         return self._named(made) or _ALL_LISTEN
 
-    def _who_hangs(self, why: str, section: Section) -> list[int]:
-        """Other workers that will not notice that a collective has failed: the frozen ones and,
-        after a time limit, those that are not in one."""
-        made = record.make(self.cluster, why, section, self._beats.peers, {})
-        limit = why == "timed out"
-        return [p.worker for p in self._suspects(made) if p.silent or (limit and not p.waits)]
+    def _frozen(self, section: Section) -> list[int]:
+        """Other workers that will not notice that a collective has failed. One that saves, or hangs
+        in host code, is not among them: its beats come."""
+        made = record.make(self.cluster, "waits", section, self._beats.peers, {})
+        return [place.worker for place in self._suspects(made) if place.silent]
 
     def _named(self, made: Record) -> str:
         """The other workers that this one waits for, by its own record."""

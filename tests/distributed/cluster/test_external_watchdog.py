@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 from paths import ROOT
@@ -33,12 +34,17 @@ def start():
     processes = []
 
     def start(
-        inside: str, timeout: float, peers: dict[str, str], before: str = "pass"
+        inside: str,
+        timeout: float,
+        peers: dict[str, str],
+        before: str = "pass",
+        signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT),
     ) -> subprocess.Popen:
         program = (
             "import ctypes, os, time\n"
             f"from ctl.distributed.cluster import external_watchdog as held; {before}\n"
-            f"with held.limited('worker 0: it connects', {peers}, {timeout}, '--flag'):\n"
+            f"with held.limited('worker 0: it connects', {peers}, {timeout}, '--flag', "
+            f"signals={[*map(int, signals)]}):\n"
             f"    print('inside', flush=True); {inside}\n"
             "print('on', flush=True)\n"
             "time.sleep(60)\n"
@@ -232,6 +238,21 @@ def test_a_signal_ends_who_connects(start, number, inside):
     assert errors == f"{number.name}: worker 0: it connects; stopped\n"
 
 
+def test_a_signal_that_does_not_end_it_is_its_own(start):
+    process = start("os.killpg(0, 2); time.sleep(0.5)", 600.0, {}, signals=[signal.SIGTERM])
+    errors = process.communicate(timeout=40)[1]
+    assert process.returncode == -signal.SIGINT and errors.endswith("\nKeyboardInterrupt\n")
+
+
+def test_a_signal_ends_it_though_nobody_reads_why(start):
+    """stderr is a pipe that is full."""
+    full = "os.set_blocking(2, False); b = b'x' * 4096\ntry:\n    while True: os.write(2, b)\n"
+    full += "except BlockingIOError: os.set_blocking(2, True)\n"
+    full += "import signal; signal.signal(15, signal.SIG_IGN)"
+    process = start(f"os.killpg(0, 15); {HOLDS_THE_LOCK}", 600.0, {}, f"exec({full!r})")
+    assert process.wait(40) == 42
+
+
 def test_patience_with_a_process_that_is_busy(monkeypatch, capfd):
     """Python's lock may be held for a good reason."""
     with server(b"\0\0\0\4\0\0\0\0\0") as well:
@@ -301,7 +322,9 @@ def run():
     if me.index == 1:
         freeze = lambda **_: os.kill(os.getpid(), signal.SIGSTOP)
         tf.distribute.MultiWorkerMirroredStrategy = freeze
-    external_watchdog.limited = lambda doing, peers, *_, **__: limited(doing, peers, SECONDS, FLAG)
+    external_watchdog.limited = lambda doing, peers, *_, signals, frozen: limited(
+        doing, peers, SECONDS, FLAG, signals=signals
+    )
     make_multi_worker(me)
 """
 
