@@ -62,14 +62,8 @@ def test_a_worker_that_dies_is_done_without(tmp_path, rank):
     assert f"worker {rank} died of SIGKILL: {goes_on}" in said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tells", "says"), [("l", "has not ended"), ("l<1>", "keeps the others waiting")]
-)
-def test_a_frozen_worker_is_killed_while_the_others_wait_for_what_it_holds(tmp_path, tells, says):
-    """The others wait for its end, as for the lock of a frozen chief: nobody has ended before. If
-    they name it, its launcher kills it at once."""
-    does = """
+# Worker 1 is frozen, and the others wait until it is killed.
+FREEZES = """
 if attempt == 0 and rank == 1:
     open(file + ".pid", "w").write(str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -77,17 +71,37 @@ if attempt == 0:
     while not os.path.exists(file + ".pid"):
         time.sleep(0.1)
     time.sleep(0.5)
+    there = lambda: os.path.exists("/proc/" + open(file + ".pid").read())
     tell(TELLS)
-    frozen = int(open(file + ".pid").read())
-    while os.path.exists(f"/proc/{frozen}"):
+    while there():
         time.sleep(0.1)
     os._exit(5)
 """
-    code, counts, said = run(tmp_path, f"TELLS = b{tells!r}{does}", "--grace=30")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tells", "says"), [("l", "has not ended"), ("l<1>", "keeps the others waiting")]
+)
+def test_a_frozen_worker_is_killed_while_the_others_wait_for_what_it_holds(tmp_path, tells, says):
+    """The others wait for its end, as for the lock of a frozen chief: nobody has ended before. If
+    they name it, its launcher kills it at once."""
+    code, counts, said = run(tmp_path, f"TELLS = b{tells!r}{FREEZES}", "--grace=30")
     assert (code, counts) == (0, [4, 3])
     assert "has lost another; the others save and end" in said
     assert f"worker 1 {says}: killed" in said and said.count("killed") == 1
     assert "worker 1 is frozen: goes on with 3 workers without slots 1" in said
+
+
+@pytest.mark.slow
+def test_a_worker_that_saves_has_the_last_word_on_who_is_frozen(tmp_path):
+    """It has not lost another yet; so those that have may be wrong."""
+    saves = 'if rank == 3: time.sleep(2.0); open(file + ".there", "w").write(str(there()))'
+    does = FREEZES.replace("    tell(", f"    {saves}\n    tell(")
+    code, counts, said = run(tmp_path, f'TELLS = b"l<1>"{does}', "--grace=30")
+    assert (code, counts) == (0, [4, 3])
+    assert (tmp_path / "attempts.there").read_text() == "True"
+    assert "worker 1 keeps the others waiting: killed" in said and said.count("killed") == 1
 
 
 @pytest.mark.slow
