@@ -738,6 +738,7 @@ class _ElasticJob(_Job):
         since, asked, at_once = math.inf, False, False
         while left := [task for task in self._tasks if task.poll() is None]:
             now = time.monotonic()
+            self._listen()
             others = self._who_joins() if math.isinf(since) else ""
             if not asked and (received or others):
                 asked, self.joins = True, not received
@@ -770,10 +771,14 @@ class _ElasticJob(_Job):
         """Why the workers should stop; "" if they need not."""
         return "a slot is tried again" if time.monotonic() >= self.join_at else ""
 
+    def _listen(self) -> None:
+        """Reads what the workers have told."""
+        for task in self._tasks:
+            task.listen()
+
     def _loss(self) -> str:
         """What shows that a worker is lost; "" if nothing does."""
         for task in self._tasks:
-            task.listen()
             if task.poll():
                 return f"{task.name} {_how(task.poll() or 0)}"
             if elastic.LOST in task.told:
@@ -783,7 +788,6 @@ class _ElasticJob(_Job):
     def _patience(self, task: _Task, grace: float, asked: bool) -> float:
         """Seconds that a worker has to save and end after it was ``asked``, or the first sign of a
         loss: none if it is frozen, as all others say."""
-        task.listen()
         if elastic.LOST in task.told or self._failed():
             return grace
         if self._rank(task) in self._frozen():
@@ -866,12 +870,15 @@ class _JobOnMachine(_ElasticJob):
             self._machines.say(joins=True)
         return f"{', '.join(newcomers)} can join" if newcomers else ""
 
+    def _listen(self) -> None:
+        super()._listen()
+        told = self._tasks[0].told
+        blames = elastic.blame(sorted(elastic.blamed(told))).decode()
+        self._machines.say(broken=elastic.LOST in told, blames=blames, trained=self.trained())
+
     def _loss(self) -> str:
         own = super()._loss()
         machines, plan = self._machines, self._plan
-        told = self._tasks[0].told
-        blames = elastic.blame(sorted(elastic.blamed(told))).decode()
-        machines.say(broken=elastic.LOST in told, blames=blames, trained=self.trained())
         view = machines.view
         if view.plan.number > plan.number:
             self._is_over = True
@@ -891,11 +898,11 @@ class _JobOnMachine(_ElasticJob):
         return 0.0 if self._is_over and not asked else super()._patience(task, grace, asked)
 
     def _told(self) -> dict[int, bytes]:
-        view, plan = self._machines.view, self._plan
-        if view.plan.number != plan.number:
+        view = self._machines.view
+        if view.plan.number != self._plan.number:
             return {}
         return {
-            plan.members.index(m.name): elastic.LOST * m.broken + m.blames.encode()
+            view.plan.members.index(m.name): elastic.LOST * m.broken + m.blames.encode()
             for m in view.of_plan()
             if m.state == board.RUNS or m.broken
         }

@@ -191,23 +191,28 @@ class Watchdog:
         """Writes the record of a collective that failed (``why``: see `Record`), and tells the
         other workers. ``step`` is the last global step that was finished; None keeps the one that
         is known. Returns the workers that this one waits for, as far as it can know."""
-        elastic.tell(elastic.LOST)
         section = self._section()
+        self._tell_launcher(section)
         if step is not None:
             section.step = step
-        time.sleep(2 * _TICK)  # beats of a time in which this process was stopped are read first
-        elastic.tell(elastic.blame(self._frozen(section)))
         gone = unreachable(self.cluster, _ENDING_SECONDS if why == "broke off" else 0.0)
         made = self._write_record(why, gone)
         self._gave_up = why
         self._beats.send(self._beat(section))
         return self._named(made) or _ALL_LISTEN
 
-    def _frozen(self, section: Section) -> list[int]:
-        """Other workers that will not notice that a collective has failed. One that saves, or hangs
-        in host code, is not among them: its beats come."""
-        made = record.make(self.cluster, "waits", section, self._beats.peers, {})
-        return [place.worker for place in self._suspects(made) if place.silent]
+    def _tell_launcher(self, section: Section) -> None:
+        """Tells the launcher of an elastic job that this worker has lost another, and which workers
+        are frozen: they will not notice it. The beats of one that saves, or hangs in host code,
+        come."""
+        if not elastic.is_elastic():
+            return
+        time.sleep(2 * _TICK)  # if this process was stopped, it reads what came meanwhile first
+        frozen: list[int] = []
+        with contextlib.suppress(Exception):
+            made = record.make(self.cluster, "waits", section, self._beats.peers, {})
+            frozen = [place.worker for place in self._suspects(made) if place.silent]
+        elastic.tell(elastic.LOST + elastic.blame(frozen))
 
     def _named(self, made: Record) -> str:
         """The other workers that this one waits for, by its own record."""
