@@ -311,6 +311,7 @@ def test_nothing_is_left_of_who_dies_meanwhile(start):
 CONNECTS = """
 import os, signal
 import tensorflow as tf
+from ctl.base import signals
 from ctl.distributed.cluster import external_watchdog, resolve
 from ctl.distributed.strategy import make_multi_worker
 
@@ -318,6 +319,7 @@ FLAG = "--startup_timeout"
 
 def run():
     os.setpgrp()  # as of a launcher
+    signals.begin()  # as a command
     me, limited = resolve(None, None), external_watchdog.limited
     if me.index == 1:
         freeze = lambda **_: os.kill(os.getpid(), signal.SIGSTOP)
@@ -344,7 +346,7 @@ def test_a_worker_that_freezes_while_tensorflow_connects(job, tmp_path):
 
 
 def test_a_signal_while_tensorflow_connects(job, tmp_path):
-    """TensorFlow has taken SIGTERM, and holds Python's lock."""
+    """TensorFlow has taken SIGTERM, or is about to, and holds Python's lock."""
     program, addresses = tmp_path / "connects.py", launch.cluster(2)["worker"]
     program.write_text(CONNECTS.replace("SECONDS", "600.0"))
     with job(tmp_path, addresses=addresses, program=program) as (chief, _):
@@ -357,5 +359,4 @@ def test_a_signal_while_tensorflow_connects(job, tmp_path):
             time.sleep(0.05)
         os.killpg(chief.pid, signal.SIGTERM)
         assert chief.wait(60) == 42, said(tmp_path, 0)
-    said_last = "SIGTERM: worker 0: TensorFlow has been connecting to the job; stopped"
-    assert last_line(tmp_path, 0) == said_last
+    assert last_line(tmp_path, 0).startswith("SIGTERM: ")
