@@ -119,8 +119,7 @@ class Steps:
         self.strategy = strategy
         self._resident: Any = None
         self._batches_per_block = 1
-        self._iterator: Any = None  # of the latest call
-        self._traces: dict[TraceKey, tf.types.experimental.ConcreteFunction] = {}  # of its feed
+        self._traces: dict[TraceKey, tf.types.experimental.ConcreteFunction] = {}  # of a feed
 
     def open(self, start_step: int) -> Feed:
         """Opens a feed of the global batches from ``start_step`` on."""
@@ -128,6 +127,7 @@ class Steps:
             self._resident = self.dataset.resident(self.strategy)
         elif hasattr(self.dataset, "rewind"):
             self.dataset.rewind()
+        self._traces = {}
         feed = open_feed(self.dataset, self.strategy, start_step, self._resident)
         self._batches_per_block = feed.batches_per_block
         return feed
@@ -140,12 +140,10 @@ class Steps:
     def call(
         self, feed: Feed, steps: tf.Tensor, report: tf.Tensor, trace_key: TraceKey
     ) -> CallResult:
-        """Calls `run`. Of an iterator and a ``trace_key``, TensorFlow looks for the trace once."""
+        """Calls `run`. Of a feed and a ``trace_key``, TensorFlow looks for the trace once."""
         arguments = feed, steps, report, trace_key
         if tf.config.functions_run_eagerly():
             return self.run(*arguments)
-        if self._iterator is not feed.iterator:
-            self._iterator, self._traces = feed.iterator, {}
         if trace := self._traces.get(trace_key):
             return trace(*arguments)
         result = self.run(*arguments)
