@@ -218,7 +218,7 @@ def test_who_is_silent_is_told_when_asked(start):
             assert keeper.silent() == ""
 
 
-def test_who_trains_may_save_after_a_signal(monkeypatch):
+def test_who_trains_may_save_after_a_signal():
     keeper = external_watchdog.Keeper("", {}, 60.0, "", patient=True)
     for number in (signal.SIGINT, signal.SIGTERM):  # as the whole group may get them
         keeper._process.send_signal(number)
