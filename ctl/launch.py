@@ -753,7 +753,8 @@ class _ElasticJob(_Job):
             for task in left:
                 patience = self._patience(task, grace, asked)
                 if at_once or now - since >= patience:
-                    how = "has not ended" if patience else "keeps the others waiting"
+                    frozen = task.name in self._frozen()
+                    how = "keeps the others waiting" if frozen else "has not ended"
                     _say(f"{task.name} {how}: killed")
                     self._killed.add(task.name)
                     self._kill(task)
@@ -790,25 +791,22 @@ class _ElasticJob(_Job):
         loss: none if it is frozen, as all others say."""
         if elastic.LOST in task.told or self._failed():
             return grace
-        if self._rank(task) in self._frozen():
+        if task.name in self._frozen():
             return 0.0
         return grace if asked else min(grace, SILENT_SECONDS)
 
-    def _frozen(self) -> set[int]:
-        """Ranks of frozen workers, once all that are not have told so."""
+    def _frozen(self) -> set[str]:
+        """Names of frozen workers, once all that are not have told so."""
         told = self._told()
         lost = [words for words in told.values() if elastic.LOST in words]
         silent = {rank for rank, words in told.items() if elastic.LOST not in words}
         blamed = set.intersection(*map(elastic.blamed, lost)) if lost else set()
-        return silent if silent <= blamed else set()
+        return {f"worker {rank}" for rank in silent} if silent <= blamed else set()
 
     def _told(self) -> dict[int, bytes]:
         """What the workers have told, by rank; of those that have ended, who has lost another."""
         tasks = enumerate(self._tasks)
         return {r: t.told for r, t in tasks if t.poll() is None or elastic.LOST in t.told}
-
-    def _rank(self, task: _Task) -> int:
-        return self._tasks.index(task)
 
     def _failed(self) -> dict[int, str]:
         """How workers have ended by themselves, but not because another was lost; by rank."""
@@ -906,9 +904,6 @@ class _JobOnMachine(_ElasticJob):
             for m in view.of_plan()
             if m.state == board.RUNS or m.broken
         }
-
-    def _rank(self, task: _Task) -> int:
-        return self._plan.members.index(self._machines.mine.name)
 
     def lost(self) -> dict[int, str]:
         # Before its first call it waited for others, and is not frozen.

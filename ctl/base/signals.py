@@ -313,7 +313,7 @@ def answered_by(answer: _Answer) -> Iterator[_Answer | None]:
     if watch := _Watch.active:
         outer = watch.answer
         watch.switch(answer)
-        watch.install()
+        watch.install()  # a strategy of the user's own may have taken the signals meanwhile
         try:
             yield outer
         finally:
