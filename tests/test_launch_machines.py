@@ -337,6 +337,23 @@ def test_nobody_is_lost_with_the_board(monkeypatch):
     assert [bool(look(1, 1)) for _ in range(10)] == [True] * 7 + [False] * 3
 
 
+def test_a_machine_of_a_job_that_has_lost_a_worker_is_lost_sooner(monkeypatch):
+    """Until its launcher is heard of again."""
+    now, seen = [0.0], Machines(SimpleNamespace(), machine("a", RUNS))
+    monkeypatch.setattr(machines_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def look(beat: int, broken: bool = True) -> bool:
+        now[0] += 1
+        records = {"a": machine("a", RUNS, broken=broken, beat=now[0]), "b": machine("b", beat=beat)}
+        seen._see(records, Plan(1, ("a", "b"), ("a:1", "b:1")))
+        return "b" in seen.view.there
+
+    assert [look(beat) for beat in (0, 1)] == [False, True]
+    assert [look(1, broken=False) for _ in range(8)] == [True] * 8
+    assert not look(1)
+    assert [look(2) for _ in range(5)] == [True] * 4 + [False]
+
+
 @pytest.fixture
 def waiting(tmp_path, monkeypatch):
     """Gives a launcher, with its record, that waits for a plan beyond 1."""

@@ -204,6 +204,18 @@ def define_function(function: Any) -> None:
     _import(_CONTEXT).context().add_function_def(function)
 
 
+def no_abort() -> str | None:
+    """Says how an elastic job notices lost workers without `abort_collectives`; None if there is
+    one."""
+    return _without(_CONTEXT, "only TensorFlow notices frozen workers, after 10 to 14 s", "context")
+
+
+def abort_collectives(why: str) -> None:
+    """Makes all collectives of this process fail, now and later, with `UnavailableError`. For any
+    thread. Without `no_abort`, it raises `AttributeError`."""
+    _import(_CONTEXT).context().abort_collective_ops(tf.errors.UNAVAILABLE, why)
+
+
 def no_object_graph() -> str | None:
     """Says what a checkpoint without `object_graph` lacks; None if there is one."""
     lost = "`tf.train.Checkpoint` cannot read the checkpoints; ctl and `tf.train.load_checkpoint` "

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from ctl.base import tf_internals
 from ctl.base.differences import differences
 from ctl.base.ledger import LEDGER
 from ctl.distributed.cluster.members import Cluster, strategy_for
@@ -104,7 +105,7 @@ def watch(strategy: tf.distribute.Strategy, **options: Any) -> bool:
     with ``options``, unless it runs already. If not, and ``TF_CONFIG`` names several, warns."""
     several = number_of(strategy) > 1
     if several:
-        watchdog.start(cluster_of(strategy), **options)
+        watchdog.start(cluster_of(strategy), abort=tf_internals.abort_collectives, **options)
     elif not isinstance(strategy, tf.distribute.ParameterServerStrategy):
         _warn_alone()
     return several

@@ -20,7 +20,11 @@ from ctl.errors import CheckpointError, DivergedError, PeerError, Preempted, Usa
 # seconds, it cannot tell which machines are.
 SILENT_SECONDS, _FIRST_LOOK_SECONDS = 10.0, 3.0
 
-_BEAT_SECONDS = 1.0
+# The same when a worker of the plan has lost another.
+_SILENT_AFTER_A_LOSS_SECONDS = 4.0
+
+# Between two looks; the second, for `SILENT_SECONDS` after a worker here has begun or ended.
+_BEAT_SECONDS, _QUICK_BEAT_SECONDS = 1.0, 0.25
 
 # A wrong flag, a loss that is NaN: the same would come again.
 FINAL = (UsageError.exit_code, DivergedError.exit_code)
@@ -166,7 +170,7 @@ class Machines:
         self._clock = 0.0
         self._changed: dict[str, tuple[int, float]] = {}  # the beat of each; by that clock, when
         self._proposed: Plan | None = None
-        self._looked = time.monotonic()
+        self._looked = self._quick_until = time.monotonic()
         self._view = View(Plan(), {}, frozenset())
         self._old: int | None = None  # number of the plan at the start: perhaps of an earlier job
         self._alive = 0  # number of the last plan with a member that was there
@@ -190,6 +194,8 @@ class Machines:
         with self._lock:
             if all(getattr(self.mine, name) == value for name, value in changes.items()):
                 return
+            if "state" in changes:
+                self._quick_until = time.monotonic() + SILENT_SECONDS
             self.mine = dataclasses.replace(self.mine, **changes)
         self._wake.set()
 
@@ -233,7 +239,8 @@ class Machines:
                 self.trouble = getattr(error, "strerror", None) or str(error) or repr(error)
             if ended:
                 return
-            self._wake.wait(_BEAT_SECONDS)
+            quick = time.monotonic() < self._quick_until
+            self._wake.wait(_QUICK_BEAT_SECONDS if quick else _BEAT_SECONDS)
 
     def _see(self, machines: dict[str, Machine], plan: Plan) -> None:
         now = time.monotonic()
@@ -247,12 +254,12 @@ class Machines:
                 first = name not in self._changed and name != self.mine.name
                 # What a machine has said before this one looked may be an old record.
                 self._changed[name] = machine.beat, float("-inf") if first else self._clock
+        broken = any(machine.broken for machine in View(plan, machines, frozenset()).of_plan())
+        patience = _SILENT_AFTER_A_LOSS_SECONDS if broken else SILENT_SECONDS
         there = frozenset(
             name
             for name, (_, at) in self._changed.items()
-            if name in machines
-            and self._clock - at < SILENT_SECONDS
-            and machines[name].state != LEFT
+            if name in machines and self._clock - at < patience and machines[name].state != LEFT
         )
         if there.intersection(plan.members):
             self._alive = plan.number

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import math
 import threading
 import time
@@ -23,8 +24,8 @@ from typing import Any
 from absl import logging
 
 from ctl.base.console import last_line, leave, within
-from ctl.distributed.cluster import elastic
-from ctl.distributed.cluster.external_watchdog import LINGER_SECONDS
+from ctl.distributed.cluster import addresses, elastic
+from ctl.distributed.cluster.external_watchdog import LINGER_SECONDS, ask_grpc
 from ctl.distributed.cluster.members import Cluster
 from ctl.distributed.cluster.rendezvous import unreachable
 from ctl.distributed.watch import hang, record
@@ -47,6 +48,11 @@ _ENDING_SECONDS = 3.0
 _STALLED_SECONDS = 0.5
 # A worker logs which workers it waits for after so long, and each time the wait has doubled.
 _QUIET_SECONDS = 10.0
+# In an elastic job, a worker without beats for `_SILENT_SECONDS` is asked. It is lost if it does not
+# answer for `_ANSWER_SECONDS`: TensorFlow's threads answer while Python computes.
+_SILENT_SECONDS, _ANSWER_SECONDS = 3.0, 2.0
+# A worker that has given up breaks the collectives of all others. TensorFlow may notice it late.
+_GAVE_UP_SECONDS = 1.0
 # Limit of all that is done before the exit, including the end of a checkpoint's write.
 _LAST_WORDS_SECONDS = 60.0
 
@@ -61,6 +67,8 @@ class Watchdog:
         timeout: limit, in seconds, without progress in a collective.
         startup_timeout: limit, in seconds, while workers load their data or build their model.
         record_dir: directory of flight records; None for no records.
+        abort: makes the collectives of this process fail, and says why. Called in an elastic job
+            when another worker is lost.
     """
 
     def __init__(
@@ -69,6 +77,7 @@ class Watchdog:
         timeout: float,
         startup_timeout: float,
         record_dir: Path | None = None,
+        abort: Callable[[str], Any] | None = None,
     ):
         self.cluster, self.timeout, self.record_dir = cluster, timeout, record_dir
         self.startup_timeout = startup_timeout
@@ -79,11 +88,15 @@ class Watchdog:
         self._stopped = threading.Event()
         self._gave_up = ""
         self._recorded, self._recorded_in = -math.inf, self._sections[0]
-        self._heard_giving_up: set[int] = set()
+        self._heard_giving_up: dict[int, float] = {}  # and when, by `time.monotonic`
         self._giving_up = threading.Lock()
+        self._abort, self._aborted = abort, False
         # `_read` has a thread of its own, because reading a variable can block for as long as the
         # step does: on a GPU it queues behind the collective.
-        for work in (self._watch, self._read):
+        works = [self._watch, self._read]
+        if abort and elastic.is_elastic():
+            works.append(self._ask)
+        for work in works:
             threading.Thread(target=work, name=f"ctl{work.__name__}", daemon=True).start()
         atexit.register(self._stopped.set)
 
@@ -117,6 +130,35 @@ class Watchdog:
                 if section.marks and section.stalled >= _STALLED_SECONDS:
                     section.fired, section.not_fired = section.marks()
                     section.phase = record.phase_of(section.fired, section.not_fired)
+
+    def _ask(self) -> None:
+        """Aborts the collectives when a worker is lost. TensorFlow would do so after 10 to 14 s."""
+        while not self._stopped.wait(_TICK):
+            with contextlib.suppress(Exception):
+                if self._abort and self._section().limit is not None and (why := self._lost()):
+                    self._aborted = True
+                    self._abort(why)
+                    return
+
+    def _lost(self) -> str:
+        """Which worker is lost, and how; "" if none is known to be."""
+        now = time.monotonic()
+        for worker, at in [*self._heard_giving_up.items()]:
+            if now - at >= _GAVE_UP_SECONDS:
+                return f"worker {worker} gave up"
+        for worker, peer in self._beats.peers.items():
+            if peer.silent >= _SILENT_SECONDS * self._beats.interval and not self._answers(worker):
+                return f"worker {worker} does not answer"
+        return ""
+
+    def _answers(self, worker: int) -> bool:
+        """Whether TensorFlow runs there. If nothing listens, TensorFlow knows it already."""
+        try:
+            ask_grpc(*addresses.split(self.cluster.workers[worker]), _ANSWER_SECONDS)
+        except OSError as error:
+            no_way = error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
+            return not (isinstance(error, TimeoutError) or no_way)
+        return True
 
     def _watch(self) -> None:
         before, place = time.monotonic(), None
@@ -166,7 +208,7 @@ class Watchdog:
         """Writes a record when a peer gives up: this worker may be the cause and not know it."""
         for worker, beat in self._beats.peers.items():
             if beat.gave_up and worker not in self._heard_giving_up:
-                self._heard_giving_up.add(worker)
+                self._heard_giving_up[worker] = time.monotonic()
                 within(0.0, self._write_record, f"worker {worker} gave up")
 
     def _write_record(self, why: str, gone: dict[int, str] | None = None) -> Record:
@@ -195,7 +237,8 @@ class Watchdog:
         self._tell_launcher(section)
         if step is not None:
             section.step = step
-        gone = unreachable(self.cluster, _ENDING_SECONDS if why == "broke off" else 0.0)
+        unknown = why == "broke off" and not self._aborted
+        gone = unreachable(self.cluster, _ENDING_SECONDS if unknown else 0.0)
         made = self._write_record(why, gone)
         self._gave_up = why
         self._beats.send(self._beat(section))
@@ -262,11 +305,12 @@ def start(
     timeout: float = 300.0,
     record_dir: Path | None = None,
     startup_timeout: float = 300.0,
+    abort: Callable[[str], Any] | None = None,
 ) -> None:
     """Starts the `Watchdog` of this process. Later calls have no effect."""
     global _watchdog
     if _watchdog is None:
-        _watchdog = Watchdog(cluster, timeout, startup_timeout, record_dir)
+        _watchdog = Watchdog(cluster, timeout, startup_timeout, record_dir, abort)
 
 
 def finish_first(work: Callable[[], Any]) -> None:

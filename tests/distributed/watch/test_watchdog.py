@@ -18,7 +18,7 @@ from paths import ROOT
 from waiting import wait_until
 
 from ctl import launch
-from ctl.distributed.cluster import Cluster, secret
+from ctl.distributed.cluster import Cluster, elastic, secret
 from ctl.distributed.watch import beats, record, watchdog
 from ctl.inspect.commands import hang as hang_command
 
@@ -32,7 +32,8 @@ from ctl.distributed.watch import watchdog
 from ctl.distributed.cluster import Cluster
 from ctl.errors import UsageError
 index, addresses = int(sys.argv[1]), sys.argv[2].split(",")
-watchdog.start(Cluster(tuple(addresses), index, "test"), 1.5, Path(sys.argv[3]), 1.5)
+abort = Path(sys.argv[3], "aborted").write_text
+watchdog.start(Cluster(tuple(addresses), index, "test"), 1.5, Path(sys.argv[3]), 1.5, abort)
 print("started", flush=True)
 """
 
@@ -157,6 +158,54 @@ for step in range(40):
     frozen.send_signal(signal.SIGCONT)
     assert frozen.wait(30) == 0, frozen.stderr.read()
     assert waits.wait(30) == 5
+
+
+ANSWERS = """
+def answer():
+    with socket.create_server(("127.0.0.1", int(addresses[index].rpartition(":")[2]))) as server:
+        while True:
+            client, _ = server.accept()
+            client.recv(100)
+            client.sendall(bytes(3) + b"\\4" + bytes(5))  # an empty SETTINGS frame of HTTP/2
+            client.close()
+import socket
+threading.Thread(target=answer, daemon=True).start()
+"""
+ELASTIC = """
+watchdog._SILENT_SECONDS, watchdog._ANSWER_SECONDS = 1.5, 1.0
+watchdog._watchdog.timeout = 60.0
+while not watchdog._watchdog._beats.peers: time.sleep(0.1)
+print("heard", flush=True)
+"""
+
+
+def test_an_elastic_job_does_not_wait_for_a_worker_that_is_frozen(start, tmp_path, monkeypatch):
+    """One that sends no beats, since Python computes, and answers as TensorFlow does is not."""
+    monkeypatch.setenv(elastic.VARIABLE, "-1")
+    silent = start(1, ANSWERS + "time.sleep(2); watchdog._watchdog._stopped.set(); time.sleep(60)")
+    waits, aborted = start(0, ELASTIC + WAITS), tmp_path / "aborted"
+    assert waits.stdout.readline() == "heard\n"
+    time.sleep(6)
+    assert not aborted.exists()
+    silent.send_signal(signal.SIGSTOP)
+    says = "worker 1 does not answer"
+    wait_until(lambda: aborted.exists() and aborted.read_text() == says, 30)
+
+
+@pytest.mark.parametrize("elastic_job", [True, False])
+def test_an_elastic_job_does_not_wait_for_a_worker_that_gave_up(
+    start, tmp_path, monkeypatch, elastic_job
+):
+    if elastic_job:
+        monkeypatch.setenv(elastic.VARIABLE, "-1")
+    start(1, ANSWERS + "watchdog.broke_off(None, 6); time.sleep(60)")
+    waits, aborted = start(0, ELASTIC + WAITS), tmp_path / "aborted"
+    assert waits.stdout.readline() == "heard\n"
+    if elastic_job:
+        wait_until(lambda: aborted.exists() and aborted.read_text() == "worker 1 gave up", 30)
+    else:
+        time.sleep(4)
+        assert not aborted.exists()
 
 
 def test_another_error_may_be_the_reason(start, tmp_path):
