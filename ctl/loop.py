@@ -78,6 +78,7 @@ from ctl.data.errors import translate_data_errors
 from ctl.data.feed import Block, Feed, batch_of, next_block, open_feed, waiting_for
 from ctl.data.global_batches import comparable
 from ctl.distributed import gathers, local_batch, workers
+from ctl.distributed.cluster import elastic
 from ctl.distributed.watch import watchdog
 from ctl.errors import PeerError, Preempted, UsageError
 from ctl.logs.history import History
@@ -744,10 +745,11 @@ class Loop:
         (``"0.5ep"``), by default at the end of each epoch, and at the end. If the current step is
         due but not evaluated, as after a restore, evaluates first. Returns the results of the last
         evaluation; if a callback has given the model the weights of an earlier step, those of that
-        step. Traces the evaluation first, so that its mistakes are known before the first step. For
-        ``progress``, ``callbacks`` and ``eager``, which traces nothing, see `train`. Raises
-        `UsageError` if ``evaluate_every`` is not a whole number of at least 1 or a number of
-        epochs, or epochs have no known length; also as `train` and `evaluate` do."""
+        step. Traces the evaluation first, so that its mistakes are known before the first step, but
+        not when the workers of an elastic job go on. For ``progress``, ``callbacks`` and ``eager``,
+        which traces nothing, see `train`. Raises `UsageError` if ``evaluate_every`` is not a whole
+        number of at least 1 or a number of epochs, or epochs have no known length; also as `train`
+        and `evaluate` do."""
         until = end_of_training(until, epochs, self.dataset)
         every = evaluation_interval(evaluate_every, self.dataset)
         evaluator = self._evaluator()
@@ -798,6 +800,8 @@ class Loop:
         return showing(wanted, self._bars, peek=not self._several_workers)
 
     def _trace_evaluation(self, evaluator: Evaluator) -> None:
+        if elastic.is_elastic() and self.global_step:  # the workers of before have traced it
+            return
         with (
             LEDGER.spend("compile"),
             self.translate_failures("tracing the evaluation"),

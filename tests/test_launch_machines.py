@@ -344,7 +344,10 @@ def test_a_machine_of_a_job_that_has_lost_a_worker_is_lost_sooner(monkeypatch):
 
     def look(beat: int, broken: bool = True) -> bool:
         now[0] += 1
-        records = {"a": machine("a", RUNS, broken=broken, beat=now[0]), "b": machine("b", beat=beat)}
+        records = {
+            "a": machine("a", RUNS, broken=broken, beat=now[0]),
+            "b": machine("b", beat=beat),
+        }
         seen._see(records, Plan(1, ("a", "b"), ("a:1", "b:1")))
         return "b" in seen.view.there
 

@@ -32,8 +32,8 @@ from ctl.distributed.watch import watchdog
 from ctl.distributed.cluster import Cluster
 from ctl.errors import UsageError
 index, addresses = int(sys.argv[1]), sys.argv[2].split(",")
-abort = Path(sys.argv[3], "aborted").write_text
-watchdog.start(Cluster(tuple(addresses), index, "test"), 1.5, Path(sys.argv[3]), 1.5, abort)
+cluster, folder = Cluster(tuple(addresses), index, "test"), Path(sys.argv[3])
+watchdog.start(cluster, 1.5, folder, 1.5, (folder / "aborted").write_text)
 print("started", flush=True)
 """
 
@@ -79,7 +79,7 @@ def test_it_ends_a_process_whose_collective_does_not_come_back(start, tmp_path):
     )
     records, notes = hang_command.load(tmp_path)
     assert [r.worker for r in records] == [0, 1] and not notes
-    assert "<string>:10 <module>" in records[1].stacks["MainThread"][-1]
+    assert "<string>:11 <module>" in records[1].stacks["MainThread"][-1]
     assert records[1].why == "worker 0 gave up"
     # The limit of this test is below what makes a place steady.
     steady = [record.read(record.path_of(tmp_path, i)) for i in range(2)]
