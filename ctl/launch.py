@@ -28,7 +28,8 @@ from typing import Any, NamedTuple, TextIO
 
 from absl import flags
 
-from ctl.distributed.cluster import board, elastic, members, secret
+from ctl.distributed.cluster import addresses, board, elastic, members, secret
+from ctl.distributed.cluster.external_watchdog import ask_grpc
 from ctl.distributed.cluster.forkserver import Fork, ForkServer
 from ctl.distributed.cluster.guard import Guard
 from ctl.distributed.cluster.machines import (
@@ -79,6 +80,11 @@ _FINAL = (*FINAL, Preempted.exit_code)
 _RESTARTS_OF_ELASTIC = 3
 
 _QUIET_SECONDS = 10.0  # between lines that say what a machine waits for
+
+# A worker of an elastic job is frozen when TensorFlow has answered its launcher before, and then
+# does not for so many times in a row, each after so many seconds.
+_ASKS, _ASK_SECONDS, _ANSWER_SECONDS = 2, 1.0, 2.0
+_FROZEN = "is frozen"
 
 _LONGEST_BACKOFF, _LAST_LINES_SECONDS = 30.0, 5.0  # a grandchild may keep a pipe open
 
@@ -444,7 +450,7 @@ class _Waiting:
 
     def _follow(self, plan: board.Plan) -> board.Plan:
         follows = {"plan": plan.number, "state": board.RUNS, "code": -1}
-        self._machines.say(**follows, trained=False, broken=False, blames="", joins=False)
+        self._machines.say(**follows, trained=False, broken=False, joins=False)
         self._started = time.monotonic()
         return plan
 
@@ -721,8 +727,27 @@ class _ElasticJob(_Job):
     def __init__(self, *arguments: Any):
         self.join_at, self.joins = math.inf, False
         self._others_lost_one = False  # workers that other launchers have started
-        self._killed: set[str] = set()
+        self._frozen: set[str] = set()  # names of workers
+        self._killed: dict[str, str] = {}  # why, by name
+        self._over = threading.Event()
         super().__init__(*arguments)
+        for task in self._tasks:
+            threading.Thread(target=self._ask, args=(task,), daemon=True).start()
+
+    def _ask(self, task: _Task) -> None:
+        """Notes whether a worker is frozen. TensorFlow answers while Python computes, or hangs."""
+        config = json.loads(task.config)
+        _, port = addresses.split(config["cluster"]["worker"][config["task"]["index"]])
+        answered, missed = False, 0
+        while not self._over.wait(_ASK_SECONDS):
+            try:
+                ask_grpc("localhost", port, _ANSWER_SECONDS)
+                answered, missed = True, 0
+            except TimeoutError:
+                missed += answered
+            except OSError:  # it has not begun to listen, or has ended
+                missed = 0
+            (self._frozen.add if missed >= _ASKS else self._frozen.discard)(task.name)
 
     def _start(self, task: _Task, pipe: int | None = None) -> None:
         task.pipe, pipe = os.pipe()
@@ -751,16 +776,22 @@ class _ElasticJob(_Job):
                 _say(f"{loss}; the others save and end")
                 since = now
             for task in left:
-                patience = self._patience(task, grace, asked)
-                if at_once or now - since >= patience:
-                    frozen = task.name in self._frozen()
-                    how = "keeps the others waiting" if frozen else "has not ended"
-                    _say(f"{task.name} {how}: killed")
-                    self._killed.add(task.name)
+                frozen = task.name in self._frozen
+                if at_once or frozen or now - since >= self._patience(task, grace, asked):
+                    self._killed[task.name] = _FROZEN if frozen else "has not ended"
+                    _say(f"{task.name} {self._killed[task.name]}: killed")
                     self._kill(task)
             time.sleep(0.05)
         self.end(0.0)
-        code = worst(task.poll() or 0 for task in self._tasks)
+        # After a signal, the others have saved, and end as it asked.
+        codes = [
+            task.poll() or 0
+            for task in self._tasks
+            if not received or self._killed.get(task.name) != _FROZEN
+        ]
+        code = worst(codes or [-signal.SIGKILL])
+        if received and code == PeerError.exit_code:
+            return Preempted.exit_code
         return 128 - code if code < 0 else code
 
     def _signal(self, number: int) -> None:
@@ -788,40 +819,27 @@ class _ElasticJob(_Job):
 
     def _patience(self, task: _Task, grace: float, asked: bool) -> float:
         """Seconds that a worker has to save and end after it was ``asked``, or the first sign of a
-        loss: none if it is frozen, as all others say."""
-        if elastic.LOST in task.told or self._failed():
-            return grace
-        if task.name in self._frozen():
-            return 0.0
-        return grace if asked else min(grace, SILENT_SECONDS)
-
-    def _frozen(self) -> set[str]:
-        """Names of frozen workers, once all that are not have told so."""
-        told = self._told()
-        lost = [words for words in told.values() if elastic.LOST in words]
-        silent = {rank for rank, words in told.items() if elastic.LOST not in words}
-        blamed = set.intersection(*map(elastic.blamed, lost)) if lost else set()
-        return {f"worker {rank}" for rank in silent} if silent <= blamed else set()
-
-    def _told(self) -> dict[int, bytes]:
-        """What the workers have told, by rank; of those that have ended, who has lost another."""
-        tasks = enumerate(self._tasks)
-        return {r: t.told for r, t in tasks if t.poll() is None or elastic.LOST in t.told}
+        loss."""
+        knows = elastic.LOST in task.told or self._failed() or asked
+        return grace if knows else min(grace, SILENT_SECONDS)
 
     def _failed(self) -> dict[int, str]:
-        """How workers have ended by themselves, but not because another was lost; by rank."""
-        return {
-            rank: _how(code)
-            for rank, task in enumerate(self._tasks)
-            if task.name not in self._killed and (code := task.poll() or 0) not in NOT_LOST
-        }
+        """Which workers were frozen, or have ended by themselves, but not because another was lost;
+        how, by rank."""
+        found = {}
+        for rank, task in enumerate(self._tasks):
+            if self._killed.get(task.name) == _FROZEN:
+                found[rank] = _FROZEN
+            elif task.name not in self._killed and (code := task.poll() or 0) not in NOT_LOST:
+                found[rank] = _how(code)
+        return found
 
     def lost(self) -> dict[int, str]:
         """How workers were lost, by rank, after `wait`: those that failed, else those that were
         silent while others had lost one."""
         told = self._others_lost_one or any(elastic.LOST in task.told for task in self._tasks)
         silent = {
-            rank: "is frozen"
+            rank: "hangs"
             for rank, task in enumerate(self._tasks)
             if told and task.name in self._killed and elastic.LOST not in task.told
         }
@@ -832,6 +850,7 @@ class _ElasticJob(_Job):
         return any(elastic.TRAINED in task.told for task in self._tasks)
 
     def end(self, grace: float, *, at_once: bool = False) -> None:
+        self._over.set()
         super().end(grace, at_once=at_once)
         for task in self._tasks:
             if task.pipe >= 0:
@@ -870,9 +889,8 @@ class _JobOnMachine(_ElasticJob):
 
     def _listen(self) -> None:
         super()._listen()
-        told = self._tasks[0].told
-        blames = elastic.blame(sorted(elastic.blamed(told))).decode()
-        self._machines.say(broken=elastic.LOST in told, blames=blames, trained=self.trained())
+        broken = elastic.LOST in self._tasks[0].told
+        self._machines.say(broken=broken, trained=self.trained())
 
     def _loss(self) -> str:
         own = super()._loss()
@@ -895,18 +913,8 @@ class _JobOnMachine(_ElasticJob):
     def _patience(self, task: _Task, grace: float, asked: bool) -> float:
         return 0.0 if self._is_over and not asked else super()._patience(task, grace, asked)
 
-    def _told(self) -> dict[int, bytes]:
-        view = self._machines.view
-        if view.plan.number != self._plan.number:
-            return {}
-        return {
-            view.plan.members.index(m.name): elastic.LOST * m.broken + m.blames.encode()
-            for m in view.of_plan()
-            if m.state == board.RUNS or m.broken
-        }
-
     def lost(self) -> dict[int, str]:
-        # Before its first call it waited for others, and is not frozen.
+        # Before its first call it waited for others, and does not hang.
         return super().lost() if self.trained() else self._failed()
 
 

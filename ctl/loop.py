@@ -295,7 +295,10 @@ class Loop:
         self.evaluator = evaluator
         if isinstance(checkpoints, str | os.PathLike):
             checkpoints = CheckpointManager(
-                checkpoints, save_every_seconds=_SAVE_SECONDS, best_metric=usual_best(evaluator)
+                checkpoints,
+                save_every_seconds=_SAVE_SECONDS,
+                best_metric=usual_best(evaluator),
+                lock_timeout=elastic.lock_timeout(),
             )
         self.checkpoints = checkpoints
         self.actions = list(actions)
@@ -745,11 +748,10 @@ class Loop:
         (``"0.5ep"``), by default at the end of each epoch, and at the end. If the current step is
         due but not evaluated, as after a restore, evaluates first. Returns the results of the last
         evaluation; if a callback has given the model the weights of an earlier step, those of that
-        step. Traces the evaluation first, so that its mistakes are known before the first step, but
-        not when the workers of an elastic job go on. For ``progress``, ``callbacks`` and ``eager``,
-        which traces nothing, see `train`. Raises `UsageError` if ``evaluate_every`` is not a whole
-        number of at least 1 or a number of epochs, or epochs have no known length; also as `train`
-        and `evaluate` do."""
+        step. Traces the evaluation first, so that its mistakes are known before the first step. For
+        ``progress``, ``callbacks`` and ``eager``, which traces nothing, see `train`. Raises
+        `UsageError` if ``evaluate_every`` is not a whole number of at least 1 or a number of
+        epochs, or epochs have no known length; also as `train` and `evaluate` do."""
         until = end_of_training(until, epochs, self.dataset)
         every = evaluation_interval(evaluate_every, self.dataset)
         evaluator = self._evaluator()
@@ -800,8 +802,6 @@ class Loop:
         return showing(wanted, self._bars, peek=not self._several_workers)
 
     def _trace_evaluation(self, evaluator: Evaluator) -> None:
-        if elastic.is_elastic() and self.global_step:  # the workers of before have traced it
-            return
         with (
             LEDGER.spend("compile"),
             self.translate_failures("tracing the evaluation"),

@@ -206,6 +206,7 @@ def _load_tensorflow() -> XlaCache | None:
 
 def _open_checkpoints(model_dir: Path, prepared: Prepared) -> CheckpointManager:
     from ctl.checkpoint.manager import CheckpointManager
+    from ctl.distributed.cluster import elastic
 
     return CheckpointManager(
         model_dir / "checkpoints",
@@ -216,6 +217,7 @@ def _open_checkpoints(model_dir: Path, prepared: Prepared) -> CheckpointManager:
         keep_every_hours=FLAGS.keep_every_hours,
         asynchronous=FLAGS.async_checkpoints,
         fingerprint=prepared.train.fingerprint(),
+        lock_timeout=elastic.lock_timeout(),
     )
 
 

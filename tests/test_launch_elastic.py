@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import answering
 import pytest
 
 from ctl.errors import UsageError
@@ -62,46 +63,61 @@ def test_a_worker_that_dies_is_done_without(tmp_path, rank):
     assert f"worker {rank} died of SIGKILL: {goes_on}" in said
 
 
-# Worker 1 is frozen, and the others wait until it is killed.
-FREEZES = """
+# Worker 1 stops. The others do what they do when it is killed.
+STOPS = """
 if attempt == 0 and rank == 1:
+    time.sleep(3.0)
     open(file + ".pid", "w").write(str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
-if attempt == 0:
+def wait_until_killed():
     while not os.path.exists(file + ".pid"):
         time.sleep(0.1)
-    time.sleep(0.5)
-    there = lambda: os.path.exists("/proc/" + open(file + ".pid").read())
-    tell(TELLS)
-    while there():
+    {meanwhile}
+    while os.path.exists("/proc/" + open(file + ".pid").read()):
         time.sleep(0.1)
-    os._exit(5)
+if attempt == 0:
+    {then}
 """
+FREEZES = answering.PROGRAM + "if rank == 1: answer(peers[1])" + STOPS
+HOLDS = {"meanwhile": "tell(b'l')", "then": "wait_until_killed(); os._exit(5)"}
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_is_killed_while_the_others_wait_for_what_it_holds(tmp_path):
+    """The others wait for its end, as for the lock of the chief: nobody has ended before."""
+    code, counts, said = run(tmp_path, STOPS.format(**HOLDS), "--grace=30")
+    assert (code, counts) == (0, [4, 3])
+    assert "has lost another; the others save and end" in said
+    assert "worker 1 has not ended: killed" in said and said.count("killed") == 1
+    assert "worker 1 hangs: goes on with 3 workers without slots 1" in said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tells", "says"), [("l", "has not ended"), ("l<1>", "keeps the others waiting")]
+    ("others", "left"),
+    [
+        (HOLDS, 3),
+        ({**HOLDS, "meanwhile": "os.kill(os.getpid(), 9) if rank == 2 else tell(b'l')"}, 2),
+        ({"meanwhile": "pass", "then": "sys.exit(0)"}, 3),
+    ],
+    ids=["the others lose it", "another dies", "the others have ended"],
 )
-def test_a_frozen_worker_is_killed_while_the_others_wait_for_what_it_holds(tmp_path, tells, says):
-    """The others wait for its end, as for the lock of a frozen chief: nobody has ended before. If
-    they name it, its launcher kills it at once."""
-    code, counts, said = run(tmp_path, f"TELLS = b{tells!r}{FREEZES}", "--grace=30")
-    assert (code, counts) == (0, [4, 3])
-    assert "has lost another; the others save and end" in said
-    assert f"worker 1 {says}: killed" in said and said.count("killed") == 1
-    assert "worker 1 is frozen: goes on with 3 workers without slots 1" in said
+def test_a_frozen_worker_is_killed_at_once(tmp_path, others, left):
+    """TensorFlow does not answer its launcher any more. It does not depend on the others."""
+    code, counts, said = run(tmp_path, FREEZES.format(**others), "--grace=100")
+    assert (code, counts) == (0, [4, left])
+    assert "worker 1 is frozen: killed" in said and said.count("killed") == 1
+    assert f": goes on with {left} workers without slots 1" in said
 
 
 @pytest.mark.slow
-def test_a_worker_that_saves_has_the_last_word_on_who_is_frozen(tmp_path):
-    """It has not lost another yet; so those that have may be wrong."""
-    saves = 'if rank == 3: time.sleep(2.0); open(file + ".there", "w").write(str(there()))'
-    does = FREEZES.replace("    tell(", f"    {saves}\n    tell(")
-    code, counts, said = run(tmp_path, f'TELLS = b"l<1>"{does}', "--grace=30")
-    assert (code, counts) == (0, [4, 3])
-    assert (tmp_path / "attempts.there").read_text() == "True"
-    assert "worker 1 keeps the others waiting: killed" in said and said.count("killed") == 1
+def test_a_job_that_is_stopped_while_a_worker_is_frozen(tmp_path):
+    """The others save."""
+    stops = "os.kill(os.getppid(), signal.SIGTERM) if rank == 0 else None"
+    others = {"meanwhile": stops, "then": "wait_until_killed()"}
+    code, counts, said = run(tmp_path, FREEZES.format(**others), "--grace=100")
+    assert (code, counts) == (42, [4])
+    assert "worker 1 is frozen: killed" in said
 
 
 @pytest.mark.slow

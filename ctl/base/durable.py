@@ -230,6 +230,10 @@ def reason_of(error: Exception) -> str:
     return next((reason for reason in known if reason in text), words[:200])
 
 
+class Locked(CheckpointError):
+    """Another process holds a `Lock`."""
+
+
 class Lock:
     """An exclusive ``flock``, which is freed with the object, and by the kernel when its process
     dies."""
@@ -238,7 +242,7 @@ class Lock:
         """Takes the lock.
 
         Raises:
-            CheckpointError: another process or object holds it; the message names the process.
+            Locked: another process or object holds it; the message names the process.
         """
         self._path, self._process = path, os.getpid()
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -249,7 +253,7 @@ class Lock:
         except BlockingIOError:
             holder = os.pread(self._descriptor, 256, 0).decode(errors="replace")
             self.release()
-            raise CheckpointError(
+            raise Locked(
                 f"{path.parent} is being written by process {holder or '(unknown)'}; "
                 f"stop that one or choose {another_directory()}"
             ) from None

@@ -100,6 +100,7 @@ class CheckpointManager:
         fingerprint: Mapping[str, Any] | None = None,
         soft_keys: Sequence[str] = ("tensorflow",),
         read_only: bool = False,
+        lock_timeout: float = 0.0,
         keep_trying: float = KEEP_TRYING,
         clock: Callable[[], float] = time.time,
     ):
@@ -125,6 +126,7 @@ class CheckpointManager:
             those of its data.
           soft_keys: keys of the fingerprint that may differ; `restore` then logs a warning.
           read_only: for evaluators and exporters. Creates, locks and deletes nothing.
+          lock_timeout: seconds to wait for another process that writes the directory to end.
           keep_trying: seconds for which training goes on though the store fails.
           clock: returns seconds since the epoch.
 
@@ -170,7 +172,7 @@ class CheckpointManager:
         if self._writes and not is_later_worker():
             if not self._own_mirror:
                 self._take_over(os.path.realpath(self.directory))
-            self._require_writer()
+            self._wait_for_lock(lock_timeout)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="ctl-checkpoint")
         self.unrestored = self.latest()
         self._committed = self.unrestored.step if self.unrestored else -1
@@ -273,17 +275,23 @@ class CheckpointManager:
         Raises:
           CheckpointError: it has not ended in time, or the directory cannot be written.
         """
-        deadline = time.monotonic() + _SUCCESSION_SECONDS
+        if self._lock is None:
+            self._wait_for_lock(_SUCCESSION_SECONDS)
+            latest = self.latest()
+            self._committed, self.unrestored = latest.step if latest else -1, None
+
+    def _wait_for_lock(self, seconds: float) -> None:
+        deadline, said = time.monotonic() + seconds, False
         while self._lock is None:
             try:
                 self._require_writer()
-            except CheckpointError:
+            except durable.Locked as error:
                 if time.monotonic() >= deadline:
                     raise
+                if not said:
+                    logging.warning("waiting for up to %.0f s: %s", seconds, error)
+                said = True
                 time.sleep(0.1)
-            else:
-                latest = self.latest()
-                self._committed, self.unrestored = latest.step if latest else -1, None
 
     def begin_run(
         self, state: State, code: Mapping[str, Any], fingerprint: Callable[[], Mapping[str, Any]]

@@ -88,6 +88,17 @@ def test_the_later_workers_of_a_job_wait_until_they_are_asked_to_save(tmp_path, 
         own.save(4, state_of(4))
 
 
+def test_a_writer_waits_for_another_to_end(tmp_path):
+    other = durable.Lock(tmp_path / ".lock")
+    with pytest.raises(durable.Locked, match="is being written by process"):
+        CheckpointManager(tmp_path, lock_timeout=0.3)
+    began = time.monotonic()
+    threading.Timer(0.5, other.release).start()
+    with CheckpointManager(tmp_path, lock_timeout=60.0) as manager:
+        assert time.monotonic() - began >= 0.5
+        manager.save(1, state_of(1), wait=True)
+
+
 # Writes to two directories: on a tmpfs, if there is one, and then under a limit of the process.
 FULL_DISKS = """
 import os, sys, resource

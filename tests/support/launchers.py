@@ -13,9 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import answering
+
 # Ends with 0 when there is a file `end`; with 42 when a worker of its attempt has got SIGTERM; with
-# 5 when one has died. Says its rank, how many there are, and its process.
-_WORKER = """
+# 5 when one has died or is frozen. Says its rank, how many there are, and its process.
+_WORKER = (
+    answering.PROGRAM
+    + """
 import json, os, pathlib, signal, sys, time
 config, top = json.loads(os.environ["TF_CONFIG"]), pathlib.Path(sys.argv[1])
 workers, rank = config["cluster"]["worker"], config["task"]["index"]
@@ -34,17 +38,19 @@ while len(files := [*attempt.glob("*.pid")]) < len(workers):
     time.sleep(0.02)
 print("rank", rank, "of", len(workers), "is", os.getpid(), flush=True)
 tell(b"t")
+answer(workers[rank])
 while not (top / "end").exists():
     if (attempt / "stop").exists():
         sys.exit(42)
     if {"T", "Z"} & {*map(state, files)}:
         if (attempt / "stop").exists():
             continue
-        tell(b"l" + b"".join(b"<%s>" % f.stem.encode() for f in files if state(f) == "T"))
+        tell(b"l")
         time.sleep(0.3)
         sys.exit(5)
     time.sleep(0.02)
 """
+)
 
 
 def fake_worker(directory: Path) -> list[str]:

@@ -53,7 +53,6 @@ class Machine:
         code: exit code of its worker of that plan; -1 while it runs.
         trained: whether that worker has finished a call of its loop.
         broken: whether that worker has lost another.
-        blames: ranks of workers that it then found frozen, as of `elastic.blame`.
         joins: whether it has asked that worker to stop, so that other machines can join.
         beat: how many records came before this one.
     """
@@ -65,7 +64,6 @@ class Machine:
     code: int = -1
     trained: bool = False
     broken: bool = False
-    blames: str = ""
     joins: bool = False
     beat: int = 0
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-from collections.abc import Iterable
 
 # Set by the launcher: the file descriptor of a pipe to it.
 VARIABLE = "CTL_ELASTIC"
@@ -17,24 +15,23 @@ TRAINED, LOST = b"t", b"l"  # this worker has finished a call; it has lost anoth
 FROZEN_SECONDS = 10.0
 
 
+# Seconds that a worker which begins waits for a lost chief to free its checkpoints. NFS frees those
+# of a frozen machine after 90 s.
+_LOCK_SECONDS = 120.0
+
+
 def is_elastic() -> bool:
     """Whether the launcher goes on without a worker that is lost."""
     return VARIABLE in os.environ
 
 
-def blame(ranks: Iterable[int]) -> bytes:
-    """Names workers that are frozen, for `tell`."""
-    return b"".join(b"<%d>" % rank for rank in ranks)
-
-
-def blamed(told: bytes) -> set[int]:
-    """The ranks in what a worker has told."""
-    return {int(rank) for rank in re.findall(rb"<(\d+)>", told)}
+def lock_timeout() -> float:
+    """For the `ctl.CheckpointManager` of a job: 0 unless it is elastic."""
+    return _LOCK_SECONDS if is_elastic() else 0.0
 
 
 def tell(what: bytes) -> None:
-    """Tells the launcher ``what``: `TRAINED`, `LOST`, or whom to `blame`. Has no effect in other
-    jobs."""
+    """Tells the launcher `TRAINED` or `LOST`. Has no effect in other jobs."""
     # The launcher may have been killed, or a program between it and this one has closed the pipe.
     with contextlib.suppress(OSError, ValueError):
         os.write(int(os.environ.get(VARIABLE, "-1")), what)

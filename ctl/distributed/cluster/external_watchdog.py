@@ -80,10 +80,11 @@ class Keeper:
         self._libc.signal.restype = ctypes.c_void_p
         handler = ctypes.cast(self._libc._exit, ctypes.c_void_p)
         self._before = {n: self._libc.signal(n, handler) for n in (_GIVE_UP, _STOP)}
-        watch = [os.getpid(), doing, dict(peers), timeout, frozen, flag, patient]
+        watched = {"parent": os.getpid(), "doing": doing, "peers": dict(peers), "timeout": timeout}
+        watched |= {"frozen_timeout": frozen, "flag": flag, "patient": patient}
         # Without the site's packages, it starts in 20 ms.
         program = [sys.executable, "-I", "-S", "-c", _PROGRAM, __file__]
-        program.append(json.dumps([watch, [*signals]]))
+        program.append(json.dumps([watched, [*signals]]))
         pipe = subprocess.PIPE
         # It handles them as soon as it can.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (*_ASKING, _CLOSE))
@@ -176,9 +177,9 @@ def _silent(
 
 def main() -> None:
     """The second process."""
-    task, signals = json.loads(sys.argv[1])
-    _answer(signals, *task[:2])
-    watch(*task)
+    watched, signals = json.loads(sys.argv[1])
+    _answer(signals, watched["parent"], watched["doing"])
+    watch(**watched)
 
 
 def _answer(signals: Sequence[int], parent: int, doing: str) -> None:

@@ -133,12 +133,16 @@ class Watchdog:
 
     def _ask(self) -> None:
         """Aborts the collectives when a worker is lost. TensorFlow would do so after 10 to 14 s."""
-        while not self._stopped.wait(_TICK):
+        while self._abort and not self._aborted and not self._stopped.wait(_TICK):
             with contextlib.suppress(Exception):
-                if self._abort and self._section().limit is not None and (why := self._lost()):
-                    self._aborted = True
+                why = self._lost() if self._waits() else ""
+                if why and self._waits():
                     self._abort(why)
-                    return
+                    self._aborted = True
+
+    def _waits(self) -> bool:
+        """Whether the main thread may wait for others."""
+        return self._section().limit is not None
 
     def _lost(self) -> str:
         """Which worker is lost, and how; "" if none is known to be."""
@@ -234,7 +238,7 @@ class Watchdog:
         other workers. ``step`` is the last global step that was finished; None keeps the one that
         is known. Returns the workers that this one waits for, as far as it can know."""
         section = self._section()
-        self._tell_launcher(section)
+        elastic.tell(elastic.LOST)
         if step is not None:
             section.step = step
         unknown = why == "broke off" and not self._aborted
@@ -244,25 +248,9 @@ class Watchdog:
         self._beats.send(self._beat(section))
         return self._named(made) or _ALL_LISTEN
 
-    def _tell_launcher(self, section: Section) -> None:
-        """Tells the launcher of an elastic job that this worker has lost another, and which workers
-        are frozen: they will not notice it. The beats of one that saves, or hangs in host code,
-        come."""
-        if not elastic.is_elastic():
-            return
-        time.sleep(2 * _TICK)  # if this process was stopped, it reads what came meanwhile first
-        frozen: list[int] = []
-        with contextlib.suppress(Exception):
-            made = record.make(self.cluster, "waits", section, self._beats.peers, {})
-            frozen = [place.worker for place in self._suspects(made) if place.silent]
-        elastic.tell(elastic.LOST + elastic.blame(frozen))
-
     def _named(self, made: Record) -> str:
         """The other workers that this one waits for, by its own record."""
-        return ", ".join(map(str, self._suspects(made)))
-
-    def _suspects(self, made: Record) -> list[hang.Place]:
-        return [p for p in hang.suspects([made]) if p.worker != self.cluster.index]
+        return ", ".join(str(p) for p in hang.suspects([made]) if p.worker != self.cluster.index)
 
     def broke_off(self, step: int | None) -> str:
         """Calls `blame` for the main thread, after TensorFlow raised an error.

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 
+import answering
 import pytest
 from paths import ROOT
 from waiting import wait_until
@@ -160,17 +161,7 @@ for step in range(40):
     assert waits.wait(30) == 5
 
 
-ANSWERS = """
-def answer():
-    with socket.create_server(("127.0.0.1", int(addresses[index].rpartition(":")[2]))) as server:
-        while True:
-            client, _ = server.accept()
-            client.recv(100)
-            client.sendall(bytes(3) + b"\\4" + bytes(5))  # an empty SETTINGS frame of HTTP/2
-            client.close()
-import socket
-threading.Thread(target=answer, daemon=True).start()
-"""
+ANSWERS = answering.PROGRAM + "answer(addresses[index]); "
 ELASTIC = """
 watchdog._SILENT_SECONDS, watchdog._ANSWER_SECONDS = 1.5, 1.0
 watchdog._watchdog.timeout = 60.0
