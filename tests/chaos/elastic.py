@@ -8,7 +8,8 @@
 
 Starts `python -m ctl.launch --workers=2..4` with a `ctl.train`, whose only checkpoints are those
 that survivors and stops make. While it trains, a worker drawn at random, also the chief, is killed,
-freezes, hangs, or raises an error; lost ones are tried again after a while. Checked is:
+freezes, hangs, or raises an error; lost ones are tried again after a while. With --pairs, a second
+one is killed at the same moment. Checked is:
 
 - the job goes on, whatever was lost, until SIGTERM ends it after the last loss; each loss costs the
   steps of a call at most;
@@ -143,13 +144,15 @@ def _ip(*words: str) -> None:
 
 @dataclasses.dataclass
 class Loss:
-    """A worker that was lost: how, its rank, the last step that was logged before and the first
-    that was logged after, and the seconds in between."""
+    """A worker that was lost: how, its rank, how many there were, the last step that was logged
+    before, whether the chief was lost; the first step that was logged after, and the seconds in
+    between."""
 
     kind: str
     rank: int
     workers: int
     before: int
+    of_chief: bool
     seconds: float = 0.0
     resumed: int = 0
 
@@ -352,7 +355,7 @@ def disturb(running: Job, losses: int, seconds: float, randoms: random.Random) -
         if not kinds:
             since = time.monotonic()
             continue
-        loss = Loss(randoms.choice(kinds), rank, len(workers), running.steps[-1][1])
+        loss = Loss(randoms.choice(kinds), rank, len(workers), running.steps[-1][1], rank == 0)
         count, since = len(running.resumed), time.monotonic()
         if loss.kind == "machine":
             running.lose(launcher, FLAGS.join_every)
@@ -360,6 +363,11 @@ def disturb(running: Job, losses: int, seconds: float, randoms: random.Random) -
             running.cut_off(launcher, max(FLAGS.join_every, _LONG_CUT))
         else:
             os.kill(process, KINDS[loss.kind])
+        if len(workers) > 2 and randoms.random() < FLAGS.pairs:
+            second = randoms.choice(sorted({*workers} - {rank}))
+            os.kill(workers[second][0], signal.SIGKILL)
+            loss.of_chief |= second == 0
+            print(f"  and worker {second} is killed", flush=True)
         # Steps that were computed before may still be on their way to here.
         while len(running.resumed) == count and running.code() is None:
             time.sleep(0.05)
@@ -412,7 +420,7 @@ def check(disturbed: Path, other: Path, losses: list[Loss], steps: int) -> float
     lines = [json.loads(line) for line in (disturbed / "metrics.jsonl").read_text().splitlines()]
     logged = [line["step"] for line in lines if line["phase"] == "train"]
     lacks = {*range(_LOG_EVERY, steps + 1, _LOG_EVERY)} - {*logged}
-    of_chief = {loss.resumed for loss in losses if loss.rank == 0}  # which had not yet logged it
+    of_chief = {loss.resumed for loss in losses if loss.of_chief}  # which had not yet logged it
     if logged != sorted({*logged}) or not lacks <= of_chief:
         raise CtlError(f"metrics.jsonl lacks {lacks}, or has a step twice: {logged}")
     counts = json.loads((disturbed / "config.json").read_text())["workers"]
@@ -465,6 +473,7 @@ if __name__ == "__main__":
         flags.DEFINE_float("join_every", 60.0, "Seconds until a lost worker is tried again.")
         flags.DEFINE_integer("seed", 1, "Seed of what is drawn.")
         flags.DEFINE_list("kinds", [*KINDS, "machine", "cut"], "Which losses are drawn.")
+        flags.DEFINE_float("pairs", 0.0, "At which part of losses a second worker is killed.")
         flags.DEFINE_bool("machines", False, "Whether each worker has a launcher.")
         flags.DEFINE_bool("network", False, "Whether each has a launcher on a network of its own.")
         flags.DEFINE_bool("verbose", False, "Whether to print all that the job says.")
