@@ -783,14 +783,9 @@ class _ElasticJob(_Job):
                     self._kill(task)
             time.sleep(0.05)
         self.end(0.0)
-        # After a signal, the others have saved, and end as it asked.
-        codes = [
-            task.poll() or 0
-            for task in self._tasks
-            if not received or self._killed.get(task.name) != _FROZEN
-        ]
-        code = worst(codes or [-signal.SIGKILL])
-        if received and code == PeerError.exit_code:
+        left = [task for task in self._tasks if self._killed.get(task.name) != _FROZEN]
+        code = worst(task.poll() or 0 for task in (received and left) or self._tasks)
+        if received and code == PeerError.exit_code:  # it has lost one that was frozen, and saved
             return Preempted.exit_code
         return 128 - code if code < 0 else code
 

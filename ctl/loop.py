@@ -235,6 +235,15 @@ class Steps:
         return tf.while_loop(lambda first, _: first < block.end, body, (block.first, losses))[1]
 
 
+def _manager(directory: str | os.PathLike[str], evaluator: Evaluator | None) -> CheckpointManager:
+    return CheckpointManager(
+        directory,
+        save_every_seconds=_SAVE_SECONDS,
+        best_metric=usual_best(evaluator),
+        lock_timeout=elastic.lock_timeout(),
+    )
+
+
 class Loop:
     """Trains, evaluates, saves and resumes.
 
@@ -294,12 +303,7 @@ class Loop:
         self._pace = Pace(checked("steps_per_loop", steps_per_loop), first_alone=alone)
         self.evaluator = evaluator
         if isinstance(checkpoints, str | os.PathLike):
-            checkpoints = CheckpointManager(
-                checkpoints,
-                save_every_seconds=_SAVE_SECONDS,
-                best_metric=usual_best(evaluator),
-                lock_timeout=elastic.lock_timeout(),
-            )
+            checkpoints = _manager(checkpoints, evaluator)
         self.checkpoints = checkpoints
         self.actions = list(actions)
         self.eval_actions = [*remembered(schedule), *eval_actions]
