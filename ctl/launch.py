@@ -81,8 +81,8 @@ _RESTARTS_OF_ELASTIC = 3
 
 _QUIET_SECONDS = 10.0  # between lines that say what a machine waits for
 
-# A worker of an elastic job is frozen when TensorFlow has answered its launcher before, and then
-# does not for so many times in a row, each after so many seconds.
+# A worker of an elastic job is frozen when TensorFlow has answered its launcher before, and does not
+# so many times in a row, each after so many seconds, though no thread waits for a core.
 _ASKS, _ASK_SECONDS, _ANSWER_SECONDS = 2, 1.0, 2.0
 _FROZEN = "is frozen"
 
@@ -744,7 +744,8 @@ class _ElasticJob(_Job):
                 ask_grpc("localhost", port, _ANSWER_SECONDS)
                 answered, missed = True, 0
             except TimeoutError:
-                missed += answered
+                assert task.process
+                missed = missed + 1 if answered and not _is_busy(task.process.pid) else 0
             except OSError:  # it has not begun to listen, or has ended
                 missed = 0
             (self._frozen.add if missed >= _ASKS else self._frozen.discard)(task.name)
@@ -760,7 +761,7 @@ class _ElasticJob(_Job):
     def wait(self, received: list[int], grace: float) -> int:
         """Waits for all. When one is lost, the others have ``grace`` seconds to save; so they have
         after a signal, and when others join. Returns the code."""
-        since, asked, at_once = math.inf, False, False
+        since, asked, at_once, stalled = math.inf, False, False, time.monotonic()
         while left := [task for task in self._tasks if task.poll() is None]:
             now = time.monotonic()
             self._listen()
@@ -775,12 +776,18 @@ class _ElasticJob(_Job):
             if math.isinf(since) and (loss := self._loss()):
                 _say(f"{loss}; the others save and end")
                 since = now
+            all_frozen = len(left) > 1 and self._frozen.issuperset(task.name for task in left)
+            if not all_frozen:
+                stalled = now
             for task in left:
-                frozen = task.name in self._frozen
+                # What stops all workers here, such as the disk, may let them go on.
+                frozen = task.name in self._frozen and now - stalled >= grace * all_frozen
                 if at_once or frozen or now - since >= self._patience(task, grace, asked):
-                    self._killed[task.name] = _FROZEN if frozen else "has not ended"
-                    _say(f"{task.name} {self._killed[task.name]}: killed")
+                    how = _FROZEN if frozen else "has not ended"
+                    _say(f"{task.name} {how}: killed")
                     self._kill(task)
+                    if not frozen or task.poll() == -signal.SIGKILL:  # else it ended by itself
+                        self._killed[task.name] = how
             time.sleep(0.05)
         self.end(0.0)
         left = [task for task in self._tasks if self._killed.get(task.name) != _FROZEN]
@@ -941,6 +948,21 @@ def _forwarded_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _is_busy(group: int) -> bool:
+    """Whether a thread of a process group runs, or waits for a core, or a process writes its core
+    file. Not on systems without ``/proc``."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if os.getpgid(int(process.name)) != group:
+                continue
+            if "CoreDumping:\t1" in (process / "status").read_text():
+                return True
+            for thread in process.glob("task/*/stat"):
+                if thread.read_text().rpartition(") ")[2].startswith("R"):
+                    return True
+    return False
 
 
 def _pause_before(restart: int, backoff: float) -> float:

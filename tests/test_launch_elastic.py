@@ -111,6 +111,43 @@ def test_a_frozen_worker_is_killed_at_once(tmp_path, others, left):
 
 
 @pytest.mark.slow
+def test_a_worker_that_waits_for_a_core_is_not_frozen(tmp_path):
+    """It does not answer for longer than a frozen one may."""
+    computes = """
+end = time.monotonic() + 12.0
+if rank == 1:
+    answer(peers[1], 3.0)
+    while time.monotonic() < end:
+        pass
+time.sleep(max(0.0, end - time.monotonic()))
+"""
+    code, counts, said = run(tmp_path, answering.PROGRAM + computes)
+    assert (code, counts) == (0, [4])
+    assert "killed" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wakes", [True, False])
+def test_all_workers_of_a_launcher_are_frozen(tmp_path, wakes):
+    """As by a disk that hangs: they may go on. They are killed after the grace."""
+    stops = """
+import subprocess
+answer(peers[rank])
+time.sleep(3.0)
+if attempt == 0:
+    if WAKES:
+        wakes = ["sh", "-c", f"sleep 9; kill -CONT {os.getpid()}"]
+        subprocess.Popen(wakes, start_new_session=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    does = f"{answering.PROGRAM}WAKES = {wakes}{stops}"
+    options = "--max_restarts=0", f"--grace={100 if wakes else 2}"
+    code, counts, said = run(tmp_path, does, *options, workers="2..2")
+    assert (code, counts) == (0 if wakes else 137, [2])
+    assert said.count("is frozen: killed") == (0 if wakes else 2)
+
+
+@pytest.mark.slow
 def test_a_job_that_is_stopped_while_a_worker_is_frozen(tmp_path):
     """The others save."""
     stops = "os.kill(os.getppid(), signal.SIGTERM) if rank == 0 else None"

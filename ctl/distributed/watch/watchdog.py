@@ -48,8 +48,8 @@ _ENDING_SECONDS = 3.0
 _STALLED_SECONDS = 0.5
 # A worker logs which workers it waits for after so long, and each time the wait has doubled.
 _QUIET_SECONDS = 10.0
-# In an elastic job, a worker without beats for `_SILENT_SECONDS` is asked; it is lost if it does
-# not answer for `_ANSWER_SECONDS`. TensorFlow's threads answer while Python computes.
+# In an elastic job, a worker without beats for `_SILENT_SECONDS` is asked twice; it is lost if it
+# answers neither for `_ANSWER_SECONDS`. TensorFlow's threads answer while Python computes.
 _SILENT_SECONDS, _ANSWER_SECONDS = 3.0, 2.0
 # A worker that has given up breaks the collectives of all others. TensorFlow may notice it late.
 _GAVE_UP_SECONDS = 1.0
@@ -151,7 +151,8 @@ class Watchdog:
             if now - at >= _GAVE_UP_SECONDS:
                 return f"worker {worker} gave up"
         for worker, peer in self._beats.peers.items():
-            if peer.silent >= _SILENT_SECONDS * self._beats.interval and not self._answers(worker):
+            silent = peer.silent >= _SILENT_SECONDS * self._beats.interval
+            if silent and not (self._answers(worker) or self._answers(worker)):
                 return f"worker {worker} does not answer"
         return ""
 
