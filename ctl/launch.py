@@ -81,8 +81,8 @@ _RESTARTS_OF_ELASTIC = 3
 
 _QUIET_SECONDS = 10.0  # between lines that say what a machine waits for
 
-# A worker of an elastic job is frozen when TensorFlow has answered its launcher before, and does not
-# so many times in a row, each after so many seconds, though no thread waits for a core.
+# A worker of an elastic job is frozen when TensorFlow has answered its launcher before, and does
+# not so many times in a row, each after so many seconds, though no thread waits for a core.
 _ASKS, _ASK_SECONDS, _ANSWER_SECONDS = 2, 1.0, 2.0
 _FROZEN = "is frozen"
 
