@@ -204,15 +204,9 @@ def define_function(function: Any) -> None:
     _import(_CONTEXT).context().add_function_def(function)
 
 
-def no_abort() -> str | None:
-    """Says how an elastic job notices lost workers without `abort_collectives`; None if there is
-    one."""
-    return _without(_CONTEXT, "only TensorFlow notices frozen workers, after 10 to 14 s", "context")
-
-
 def abort_collectives(why: str) -> None:
     """Makes all collectives of this process fail, now and later, with `UnavailableError`. For any
-    thread. Without `no_abort`, it raises `AttributeError`."""
+    thread. Raises AttributeError if this TensorFlow cannot."""
     _import(_CONTEXT).context().abort_collective_ops(tf.errors.UNAVAILABLE, why)
 
 

@@ -134,11 +134,13 @@ class Watchdog:
     def _ask(self) -> None:
         """Aborts the collectives when a worker is lost. TensorFlow would do so after 10 to 14 s."""
         while self._abort and not self._aborted and not self._stopped.wait(_TICK):
-            with contextlib.suppress(Exception):
+            try:
                 why = self._lost() if self._waits() else ""
                 if why and self._waits():
-                    self._abort(why)
                     self._aborted = True
+                    self._abort(why)
+            except Exception as error:  # TensorFlow notices it later
+                within(0.0, logging.error, "the watchdog continues after %r", error)
 
     def _waits(self) -> bool:
         """Whether the main thread may wait for others."""
