@@ -727,7 +727,7 @@ class _ElasticJob(_Job):
     def __init__(self, *arguments: Any):
         self.join_at, self.joins = math.inf, False
         self._others_lost_one = False  # workers that other launchers have started
-        self._frozen: set[str] = set()  # names of workers
+        self._missed: dict[str, int] = {}  # questions in a row without an answer, by name
         self._killed: dict[str, str] = {}  # why, by name
         self._over = threading.Event()
         super().__init__(*arguments)
@@ -735,7 +735,7 @@ class _ElasticJob(_Job):
             threading.Thread(target=self._ask, args=(task,), daemon=True).start()
 
     def _ask(self, task: _Task) -> None:
-        """Notes whether a worker is frozen. TensorFlow answers while Python computes, or hangs."""
+        """Asks a worker. TensorFlow answers while Python computes, or hangs."""
         config = json.loads(task.config)
         _, port = addresses.split(config["cluster"]["worker"][config["task"]["index"]])
         answered, missed = False, 0
@@ -748,7 +748,7 @@ class _ElasticJob(_Job):
                 missed = missed + 1 if answered and not _is_busy(task.process.pid) else 0
             except OSError:  # it has not begun to listen, or has ended
                 missed = 0
-            (self._frozen.add if missed >= _ASKS else self._frozen.discard)(task.name)
+            self._missed[task.name] = missed
 
     def _start(self, task: _Task, pipe: int | None = None) -> None:
         task.pipe, pipe = os.pipe()
@@ -776,12 +776,13 @@ class _ElasticJob(_Job):
             if math.isinf(since) and (loss := self._loss()):
                 _say(f"{loss}; the others save and end")
                 since = now
-            all_frozen = len(left) > 1 and self._frozen.issuperset(task.name for task in left)
-            if not all_frozen:
+            # What stops all workers here, such as the disk, may let them go on.
+            stall = len(left) > 1 and all(self._missed.get(task.name) for task in left)
+            if not stall:
                 stalled = now
             for task in left:
-                # What stops all workers here, such as the disk, may let them go on.
-                frozen = task.name in self._frozen and now - stalled >= grace * all_frozen
+                frozen = self._missed.get(task.name, 0) >= _ASKS
+                frozen = frozen and now - stalled >= grace * stall
                 if at_once or frozen or now - since >= self._patience(task, grace, asked):
                     how = _FROZEN if frozen else "has not ended"
                     _say(f"{task.name} {how}: killed")

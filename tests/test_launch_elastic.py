@@ -133,12 +133,19 @@ def test_all_workers_of_a_launcher_are_frozen(tmp_path, wakes):
     stops = """
 import subprocess
 answer(peers[rank])
-time.sleep(3.0)
-if attempt == 0:
-    if WAKES:
-        wakes = ["sh", "-c", f"sleep 9; kill -CONT {os.getpid()}"]
-        subprocess.Popen(wakes, start_new_session=True)
-    os.kill(os.getpid(), signal.SIGSTOP)
+def wait_for(what):
+    while not os.path.exists(file + what):
+        time.sleep(0.1)
+if rank == 1:
+    open(file + ".pid", "w").write(str(os.getpid()))
+    wait_for(".end")
+else:
+    wait_for(".pid")
+    time.sleep(3.0)
+    both = open(file + ".pid").read() + f" {os.getpid()}"
+    does = f"kill -STOP {both}; sleep 9; " + ("kill -CONT " + both) * WAKES
+    subprocess.Popen(["sh", "-c", does], start_new_session=True).wait()
+    open(file + ".end", "w").close()
 """
     does = f"{answering.PROGRAM}WAKES = {wakes}{stops}"
     options = "--max_restarts=0", f"--grace={100 if wakes else 2}"
