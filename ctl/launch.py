@@ -738,16 +738,18 @@ class _ElasticJob(_Job):
         """Asks a worker. TensorFlow answers while Python computes, or hangs."""
         config = json.loads(task.config)
         _, port = addresses.split(config["cluster"]["worker"][config["task"]["index"]])
-        answered, missed = False, 0
+        answered = False
         while not self._over.wait(_ASK_SECONDS):
+            missed = 0  # also before it listens, and when it has ended
             try:
                 ask_grpc("localhost", port, _ANSWER_SECONDS)
-                answered, missed = True, 0
+                answered = True
             except TimeoutError:
                 assert task.process
-                missed = missed + 1 if answered and not _is_busy(task.process.pid) else 0
-            except OSError:  # it has not begun to listen, or has ended
-                missed = 0
+                if answered and not _is_busy(task.process.pid):
+                    missed = self._missed.get(task.name, 0) + 1
+            except OSError:
+                pass
             self._missed[task.name] = missed
 
     def _start(self, task: _Task, pipe: int | None = None) -> None:
@@ -761,7 +763,8 @@ class _ElasticJob(_Job):
     def wait(self, received: list[int], grace: float) -> int:
         """Waits for all. When one is lost, the others have ``grace`` seconds to save; so they have
         after a signal, and when others join. Returns the code."""
-        since, asked, at_once, stalled = math.inf, False, False, time.monotonic()
+        since, asked, at_once = math.inf, False, False
+        stall, stalled = False, time.monotonic()
         while left := [task for task in self._tasks if task.poll() is None]:
             now = time.monotonic()
             self._listen()
@@ -777,9 +780,11 @@ class _ElasticJob(_Job):
                 _say(f"{loss}; the others save and end")
                 since = now
             # What stops all workers here, such as the disk, may let them go on.
-            stall = len(left) > 1 and all(self._missed.get(task.name) for task in left)
+            before, stall = stall, len(left) > 1 and all(self._missed.get(t.name) for t in left)
             if not stall:
                 stalled = now
+            if before and not stall:  # so each is asked again
+                self._missed.clear()
             for task in left:
                 frozen = self._missed.get(task.name, 0) >= _ASKS
                 frozen = frozen and now - stalled >= grace * stall
