@@ -786,8 +786,8 @@ class _ElasticJob(_Job):
             if before and not stall:  # so each is asked again
                 self._missed.clear()
             for task in left:
-                frozen = self._missed.get(task.name, 0) >= _ASKS
-                frozen = frozen and now - stalled >= grace * stall
+                silent = self._missed.get(task.name, 0) >= _ASKS
+                frozen = silent and now - stalled >= grace * stall
                 if at_once or frozen or now - since >= self._patience(task, grace, asked):
                     how = _FROZEN if frozen else "has not ended"
                     _say(f"{task.name} {how}: killed")

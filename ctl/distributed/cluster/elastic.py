@@ -14,7 +14,6 @@ TRAINED, LOST = b"t", b"l"  # this worker has finished a call; it has lost anoth
 # answer: the launcher can start it again. Other jobs wait as long as --startup_timeout says.
 FROZEN_SECONDS = 10.0
 
-
 # Seconds that a worker which begins waits for a lost chief to free its checkpoints. NFS frees those
 # of a frozen machine after 90 s.
 _LOCK_SECONDS = 120.0
