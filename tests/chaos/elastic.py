@@ -423,13 +423,24 @@ def check(disturbed: Path, other: Path, losses: list[Loss], steps: int) -> float
     of_chief = {loss.resumed for loss in losses if loss.of_chief}  # which had not yet logged it
     if logged != sorted({*logged}) or not lacks <= of_chief:
         raise CtlError(f"metrics.jsonl lacks {lacks}, or has a step twice: {logged}")
-    counts = json.loads((disturbed / "config.json").read_text())["workers"]
+    counts = _workers(disturbed)
     print("workers, by config.json:", ", ".join(f"{c['count']} from {c['step']}" for c in counts))
     numbers = {loss.workers for loss in losses}
     if not numbers <= {count["count"] for count in counts}:
         raise CtlError(f"config.json does not have all of {numbers}")
     ours, theirs = weights(disturbed, steps), weights(other, steps)
     return max(float(np.abs(ours[n] - theirs[n]).max()) for n in theirs)  # type: ignore[operator]
+
+
+def _workers(model_dir: Path) -> list[dict[str, int]]:
+    """Each number of workers, and the step from which on there were so many."""
+    return json.loads((model_dir / "config.json").read_text())["workers"]
+
+
+def returns(model_dir: Path, losses: int) -> int:
+    """How many lost workers came back: several may in one restart, also where another is lost."""
+    counts = [entry["count"] for entry in _workers(model_dir)]
+    return losses + counts[-1] - counts[0]
 
 
 def main() -> None:
@@ -454,7 +465,8 @@ def main() -> None:
                     said = undisturbed.said[-9:]
                     raise CtlError(f"the undisturbed job ended with {code}:\n{said}")
             largest = check(*directories, losses, steps)
-            print(f"losses: {len(losses)}, changes of the set: {len(running.resumed)}")
+            print(f"losses: {len(losses)}, returns: {returns(directories[0], len(losses))}")
+            print(f"restarts with another set: {len(running.resumed)}")
             seconds = running.steps[-1][0] - running.steps[0][0]
             print(f"steps: {steps} in {seconds:.0f} s, a loss each {seconds / len(losses):.0f} s")
             longest = max(loss.seconds for loss in losses)
