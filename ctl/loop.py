@@ -160,13 +160,16 @@ class Steps:
         ``report`` (float32 [3], see `Pace.worker_report`) is summed over replicas. TensorFlow keeps
         one trace per ``trace_key``.
         """
-        strategy, position = self.strategy, feed.position
+        strategy = self.strategy
         strategy_run, most = self._strategy_run()
-        losses = strategy.run(no_losses)
-        while steps > 0:
+
+        def body(steps: tf.Tensor, position: Any, losses: Any) -> tuple[tf.Tensor, Any, Any]:
             block, position = next_block(feed, position, tf.minimum(steps, most))
             losses = strategy_run(args=(losses, block, feed.resident))
-            steps -= block.end - block.first
+            return steps - (block.end - block.first), position, losses
+
+        start = steps, feed.position, strategy.run(no_losses)
+        _, position, losses = tf.while_loop(lambda steps, *_: steps > 0, body, start)
         # Each replica divides its losses by the number of examples of all replicas, so their sum is
         # the mean loss. The reports of the workers share this reduction.
         replicas = strategy.num_replicas_in_sync
