@@ -71,7 +71,7 @@ restarted alone, while the others go on.
 
 TF_CONFIG names each process and its peers, and CTL_JOB_SECRET holds their shared key. Without --ps,
 each process computes with its part of the cores (TF_NUM_INTRAOP_THREADS, unless it is set). Exits
-with the first code that is not 0.
+with the code of the first process that failed; an elastic job with the worst of its last attempt.
 """
 
 # Not restarted, nor after a stop by the user.
@@ -81,12 +81,14 @@ _RESTARTS_OF_ELASTIC = 3
 
 _QUIET_SECONDS = 10.0  # between lines that say what a machine waits for
 
-# A worker of an elastic job is frozen when TensorFlow has answered its launcher before, and does
-# not so many times in a row, each after so many seconds, though no thread waits for a core.
+# A worker of an elastic job is frozen if TensorFlow has answered there once, and then leaves so
+# many questions in a row unanswered, while no thread of the worker runs or waits for a core.
 _ASKS, _ASK_SECONDS, _ANSWER_SECONDS = 2, 1.0, 2.0
 _FROZEN = "is frozen"
+_WITHOUT_THIS_ONE = "the other machines have gone on without this one"
 
 _LONGEST_BACKOFF, _LAST_LINES_SECONDS = 30.0, 5.0  # a grandchild may keep a pipe open
+_DEATH_SECONDS = 10.0  # after SIGKILL; a hung disk or device may hold a process for ever
 
 THREADS = "TF_NUM_INTRAOP_THREADS"
 
@@ -133,7 +135,8 @@ def run() -> None:
             "grace",
             30.0,
             "Seconds that processes have to save and exit after a peer has failed or a signal has "
-            "arrived, before they are killed.",
+            "arrived, before they are killed. In an elastic job, workers that do not notice a loss "
+            "have 10.",
             lower_bound=0,
         )
     with group("Several machines"):
@@ -230,12 +233,14 @@ def launch(
     ``workers`` of an elastic job are the least and the most.
 
     Returns:
-        0, or the exit code of the first failed process of the last attempt (128 + signal number).
+        0, or the exit code (128 + signal number) of the process that failed first in the last
+        attempt; of an elastic job, the worst one.
 
     Raises:
         UsageError: the command cannot be started, an elastic job has parameter servers, or
             ``rendezvous`` is given without a secret of the job or to a job that is not elastic.
         PeerError: too few machines have come to ``rendezvous`` in time.
+        Preempted: a signal came before the processes were started.
     """
     if isinstance(workers, tuple):
         if ps:
@@ -290,7 +295,7 @@ def _launch_elastic(command: Sequence[str], bounds: _Bounds) -> int:
             job = _ElasticJob(command, cluster(len(there)), processes, bounds.backoff)
             job.join_at = began + join_every if away else math.inf
             code = job.wait(received, bounds.grace)
-            if job.joins and code in (0, Preempted.exit_code) and not received:
+            if job.joins and code == Preempted.exit_code and not received:
                 _say(f"goes on with {most} workers: slots {_listed(away)} are tried again")
                 away.clear()
                 continue
@@ -475,6 +480,10 @@ class _Waiting:
     def _check_that_some_come(self, view: View) -> None:
         """Says for whom this machine waits. Raises `PeerError` when it has waited for too long."""
         here, waited = [machine.name for machine in view.order()], time.monotonic() - self._since
+        if strangers := view.strangers():
+            self._say_now_and_then(
+                f"waits for {', '.join(strangers)}, of a job that began before the rendezvous did"
+            )
         if len(here) >= self._bounds.least:
             return
         few = f"{len(here)} of at least {self._bounds.least} machines came: {', '.join(here)}"
@@ -529,10 +538,13 @@ class _Task:
     pipe: int = -1  # of an elastic job: to read what the process tells
     told: bytes = b""
     asked: int = 0  # of an elastic job: the signal that asked it to save and end
+    killed: bool = False  # its process group
 
     def poll(self) -> int | None:
         """The exit code; None while it runs, and before it is started."""
         code = self.process.poll() if self.process else None
+        if code is None and self.killed:  # the kernel does not let it go
+            return -signal.SIGKILL
         # A worker of an elastic job that a signal ends has not come so far as to handle it.
         return Preempted.exit_code if self.asked and code == -self.asked else code
 
@@ -585,8 +597,10 @@ class _Job:
         try:
             for task in self._tasks:
                 self._start(task)
-        except OSError as error:
+        except (OSError, Preempted) as error:
             self.end(0.0)
+            if isinstance(error, Preempted):
+                raise
             raise UsageError(f"cannot start {command[0]}: {error.strerror}") from error
 
     def _start(self, task: _Task, pipe: int | None = None) -> None:
@@ -611,7 +625,7 @@ class _Job:
             os.close(to_out)
             os.close(to_err)
         task.starts += 1
-        task.start_at = None
+        task.start_at, task.killed = None, False
         for source, target in ((out, sys.stdout), (err, sys.stderr)):
             reader = threading.Thread(
                 target=_copy_lines, args=(task.name, source, target), daemon=True
@@ -625,6 +639,7 @@ class _Job:
         while True:
             if self._has_coordinator and not received:
                 self._restart_workers()
+            self._kill_children()
             codes = {task.name: task.poll() for task in self._deciding()}
             if any(codes.values()):
                 name, code = self._cause()
@@ -667,7 +682,6 @@ class _Job:
                 task.start_at = time.monotonic() + pause
                 _say(f"{task.name} {_how(code)}; the others go on; restarting it in {pause:g} s")
             elif time.monotonic() >= task.start_at:
-                self._kill(task)
                 self._start(task)
 
     def _cause(self) -> tuple[str, int]:
@@ -699,12 +713,24 @@ class _Job:
                 reader.join(0.05)
 
     def _kill(self, task: _Task) -> None:
-        """Kills the process group: children may outlive the process."""
-        if task.process:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(task.process.pid, signal.SIGKILL)
-            task.process.wait()
-            self._guard.forget(task.process.pid)
+        """Kills the process group once: its number may be given out again."""
+        process = task.process
+        if not process or task.killed:
+            return
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        _wait_until(lambda: process.poll() is not None, _DEATH_SECONDS, every=0.005)
+        task.killed = True
+        if process.poll() is None:
+            _say(f"{task.name} cannot be killed: a disk or a device holds it; going on without it")
+        else:
+            self._guard.forget(process.pid)
+
+    def _kill_children(self) -> None:
+        """Kills what a process that has ended leaves behind, which may hold a lock of its files."""
+        for task in self._tasks:
+            if task.poll() is not None:
+                self._kill(task)
 
     def _signal(self, number: int) -> None:
         for task in self._tasks:
@@ -767,6 +793,7 @@ class _ElasticJob(_Job):
         stall, stalled = False, time.monotonic()
         while left := [task for task in self._tasks if task.poll() is None]:
             now = time.monotonic()
+            self._kill_children()
             self._listen()
             others = self._who_joins() if math.isinf(since) else ""
             if not asked and (received or others):
@@ -828,7 +855,8 @@ class _ElasticJob(_Job):
     def _patience(self, task: _Task, grace: float, asked: bool) -> float:
         """Seconds that a worker has to save and end after it was ``asked``, or the first sign of a
         loss."""
-        knows = elastic.LOST in task.told or self._failed() or asked
+        stopped = any(other.poll() == Preempted.exit_code for other in self._tasks)
+        knows = elastic.LOST in task.told or self._failed() or asked or stopped
         return grace if knows else min(grace, SILENT_SECONDS)
 
     def _failed(self) -> dict[int, str]:
@@ -885,14 +913,20 @@ class _JobOnMachine(_ElasticJob):
         super().__init__(command, {"worker": [*plan.workers]}, processes, bounds.backoff, rank)
         self.join_at = time.monotonic() + bounds.join_every
 
+    def _signal(self, number: int) -> None:
+        self._machines.say(joins=True)  # the others go on, also if this machine is gone before
+        super()._signal(number)
+
     def _who_joins(self) -> str:
+        view = self._machines.view
+        knows = elastic.LOST in self._tasks[0].told
+        if view.plan.number > self._plan.number and self.trained() and not knows:
+            return _WITHOUT_THIS_ONE
         if not self._may_join or time.monotonic() < self.join_at:
             return ""
         if self._machines.silence > SILENT_SECONDS:  # there could be no plan
             return ""
-        newcomers = self._machines.view.newcomers()
-        if newcomers:
-            self._machines.say(joins=True)
+        newcomers = view.newcomers()
         return f"{', '.join(newcomers)} can join" if newcomers else ""
 
     def _listen(self) -> None:
@@ -906,7 +940,7 @@ class _JobOnMachine(_ElasticJob):
         view = machines.view
         if view.plan.number > plan.number:
             self._is_over = True
-            return own or "the other machines have gone on without this one"
+            return own or _WITHOUT_THIS_ONE
         absent = [name for name in plan.members if name not in view.there]
         if absent and not self.trained():  # all wait for it
             self._is_over = True
@@ -949,6 +983,8 @@ def _forwarded_signals() -> Iterator[list[int]]:
         received.append(number)
 
     before = {n: signal.signal(n, note) for n in (signal.SIGTERM, signal.SIGINT)}
+    # If who has started the launcher lets it ignore SIGCHLD, no exit code is known.
+    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield received
     finally:
@@ -976,11 +1012,11 @@ def _pause_before(restart: int, backoff: float) -> float:
     return min(_LONGEST_BACKOFF, backoff * 2.0 ** min(restart, 1000))
 
 
-def _wait_until(condition: Callable[[], object], seconds: float) -> None:
+def _wait_until(condition: Callable[[], object], seconds: float, every: float = 0.05) -> None:
     """Waits for ``condition`` to be true, at most so many ``seconds``."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not condition():
-        time.sleep(0.05)
+        time.sleep(every)
 
 
 def _copy_lines(name: str, source: int, target: TextIO) -> None:

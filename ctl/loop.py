@@ -691,11 +691,12 @@ class Loop:
 
     def restore(self, *, changed: bool = True, grow: bool = False) -> Saved | None:
         """Restores the last checkpoint (see `manifest.newest_first`) and returns it; None if there
-        is none. Training resumes bit for bit. With ``changed`` False, Python values stay as the
-        program has set them (see `Saved.changed`). With ``grow``, embedding tables may have more
-        rows than the checkpoint; those keep the values that the model gave them. Raises
-        `CheckpointError` if none is intact, or if it does not fit or has another class of step;
-        `UsageError` if the loop has no checkpoints, or an action calls it."""
+        is none. Call it on all workers, which restore that of the chief. Training resumes bit for
+        bit. With ``changed`` False, Python values stay as the program has set them (see
+        `Saved.changed`). With ``grow``, embedding tables may have more rows than the checkpoint;
+        those keep the values that the model gave them. Raises `CheckpointError` if none is intact,
+        or if it does not fit or has another class of step; `UsageError` if the loop has no
+        checkpoints, or an action calls it."""
         if self._doing == "training":
             raise UsageError(
                 "an action cannot call restore(): end the training with status.stop(), and "

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from waiting import wait_until
@@ -331,6 +332,41 @@ def test_a_killed_guard_does_not_end_the_job():
     os.kill(guard, signal.SIGKILL)
     status, _, err = finish(process)
     assert (status, err) == (0, "")
+
+
+def test_a_process_that_cannot_be_killed_is_done_without(monkeypatch, capsys):
+    """A thread in a system call of a hung disk. Its number stays with the guard; that of one that
+    has ended is killed once, since it may be given out again."""
+    killed, forgotten = [], []
+    monkeypatch.setattr(launch, "_DEATH_SECONDS", 0.05)
+    monkeypatch.setattr(os, "killpg", lambda group, number: killed.append(group))
+    job = object.__new__(launch._Job)
+    job._guard = SimpleNamespace(forget=forgotten.append)
+    codes = {7: None, 8: 3}
+    job._tasks = [
+        launch._Task(f"worker {pid}", "", SimpleNamespace(pid=pid, poll=lambda pid=pid: codes[pid]))
+        for pid in codes
+    ]
+    for _ in range(2):
+        job._kill_children()
+    assert (killed, forgotten) == ([8], [8])
+    for _ in range(2):
+        job._kill(job._tasks[0])
+    assert (killed, forgotten) == ([8, 7], [8])
+    assert [task.poll() for task in job._tasks] == [-signal.SIGKILL, 3]
+    assert "worker 7 cannot be killed" in capsys.readouterr().err
+
+
+def test_codes_are_known_where_the_parent_ignores_the_end_of_children():
+    program = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+        "os.execv(sys.executable, [sys.executable, '-m', 'ctl.launch', *sys.argv[1:]])"
+    )
+    command = ["--workers=2", "--", sys.executable, "-c", WHO + "sys.exit(3 * (task == 1))"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *command], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 3 and "Traceback" not in done.stderr, done.stderr
 
 
 def test_no_orphan_when_a_worker_leaves_one_behind():

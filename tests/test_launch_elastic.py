@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import answering
 import pytest
 
-from ctl.errors import UsageError
+from ctl import launch as module
+from ctl.errors import PeerError, Preempted, UsageError
 from ctl.launch import launch
 
 # A worker that tells what the text `does` makes of its `rank` and the `attempt`, from 0. Rank 0
@@ -152,6 +154,42 @@ else:
     code, counts, said = run(tmp_path, does, *options, workers="2..2")
     assert (code, counts) == (0 if wakes else 137, [2])
     assert said.count("is frozen: killed") == (0 if wakes else 2)
+
+
+HOLDS = """
+import fcntl, subprocess
+lock = open(file + ".lock", "w")
+if attempt == 0 and rank == 1:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    subprocess.Popen(["sleep", "1000"], pass_fds=[lock.fileno()])
+    open(file + ".held", "w").close()
+    os.kill(os.getpid(), 9)
+if attempt == 0:
+    while not os.path.exists(file + ".held"):
+        time.sleep(0.05)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    open(f"{file}.saved {rank}", "w").close()
+    survive()
+"""
+
+
+@pytest.mark.slow
+def test_a_child_of_a_dead_chief_does_not_keep_its_lock(tmp_path):
+    assert run(tmp_path, HOLDS, workers="2..3")[:2] == (0, [3, 2])
+    assert len([*tmp_path.glob("*.saved *")]) == 2
+
+
+def test_who_saves_after_a_stop_has_the_whole_grace():
+    """Also if the signal came to another worker, which has ended; not beside one that hangs."""
+    job = object.__new__(module._ElasticJob)
+    job._killed = {}
+    for code, seconds in ((Preempted.exit_code, 60.0), (PeerError.exit_code, 10.0)):
+        job._tasks = [
+            module._Task("worker", "", SimpleNamespace(poll=lambda code=code: code))
+            for code in (None, code)
+        ]
+        assert job._patience(job._tasks[0], 60.0, asked=False) == seconds
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import signal
@@ -186,9 +187,9 @@ def test_a_rendezvous_needs_a_secret(tmp_path):
     assert done.returncode == 2 and "--rendezvous needs CTL_JOB_SECRET" in done.stderr
 
 
-def view(*machines: Machine, plan: Plan, lost: str = "") -> View:
+def view(*machines: Machine, plan: Plan, lost: str = "", silent: float = math.inf) -> View:
     there = frozenset(m.name for m in machines if m.state != LEFT and m.name not in lost.split())
-    return View(plan, {machine.name: machine for machine in machines}, there)
+    return View(plan, {machine.name: machine for machine in machines}, there, silent)
 
 
 def machine(name: str, state: str = WAITS, code: int = 5, plan: int = 1, **more) -> Machine:
@@ -224,6 +225,20 @@ def test_plans():
     away = dataclasses.replace(b, state=AWAY, code=1)
     assert planned(view(a, away, plan=PLAN)) == (("b", "a"), 1)
     assert planned(view(a, away, new, plan=PLAN)) == (("a", "c"), 0)
+
+
+def test_others_do_not_begin_beside_a_job_that_may_train():
+    """The board has lost all its members for a while, or was started anew."""
+    a, b = (machine(name, RUNS, code=-1) for name in "ab")
+    spares = [machine(name, plan=0, code=-1) for name in "cd"]
+    for silent, plan in ((30.0, None), (61.0, (("c", "d"), 0))):
+        seen = view(a, b, *spares, plan=PLAN, lost="a b", silent=silent)
+        assert planned(seen, waited=1000.0) == plan
+    ended = [dataclasses.replace(one, state=WAITS, code=5) for one in (a, b)]
+    seen = view(*ended, *spares, plan=PLAN, lost="a b", silent=30.0)
+    assert planned(seen, waited=1000.0) == (("c", "d"), 0)
+    anew = view(a, *spares, plan=Plan())
+    assert planned(anew, waited=1000.0) is None and anew.strangers() == ["a"]
 
 
 def test_verdicts():
@@ -406,9 +421,44 @@ def test_says_why_the_board_does_not_answer(waiting, tmp_path, capsys):
 
 def test_nothing_is_stopped_for_others_while_the_board_is_silent():
     """There could be no plan with them."""
-    job, joins = object.__new__(launch._JobOnMachine), {}
-    job._may_join, job.join_at = True, 0.0
+    job = job_on_machine(trained=True)
     seen = view(machine("c", plan=0, code=-1), plan=PLAN)
     for silence, why in ((11.0, ""), (1.0, "c can join")):
-        job._machines = SimpleNamespace(silence=silence, view=seen, say=joins.update)
-        assert job._who_joins() == why and bool(joins) == bool(why)
+        job._machines = SimpleNamespace(silence=silence, view=seen)
+        assert job._who_joins() == why
+
+
+def job_on_machine(trained: bool, lost: bool = False) -> launch._JobOnMachine:
+    job = object.__new__(launch._JobOnMachine)
+    job._plan, job._may_join, job.join_at = PLAN, True, 0.0
+    job._tasks = [launch._Task("worker 0", "", told=b"t" * trained + b"l" * lost)]
+    return job
+
+
+def test_a_worker_that_trains_is_asked_to_save_when_others_have_gone_on():
+    """As after the board has lost its machine. One that has lost the others is killed."""
+    later = view(plan=dataclasses.replace(PLAN, number=2))
+    for trained, lost, saves in ((True, False, True), (True, True, False), (False, False, False)):
+        job = job_on_machine(trained, lost)
+        job._machines = SimpleNamespace(silence=0.0, view=later)
+        assert bool(job._who_joins()) == saves
+
+
+def test_who_is_asked_to_stop_says_so_first():
+    """The others go on, also if the machine is gone before its worker has saved."""
+    said: dict[str, bool] = {}
+    job = job_on_machine(trained=True)
+    job._machines = SimpleNamespace(say=said.update)
+    job._signal(signal.SIGTERM)
+    assert said == {"joins": True}
+
+
+def test_a_directory_that_hangs_does_not_keep_a_launcher(monkeypatch):
+    monkeypatch.setattr(machines_module, "_END_SECONDS", 0.1)
+    hangs = threading.Event()
+    board = SimpleNamespace(exchange=lambda *_: hangs.wait(60.0), close=lambda: None)
+    began = time.monotonic()
+    with Machines(board, machine("a")):
+        pass
+    assert time.monotonic() - began < 30.0
+    hangs.set()

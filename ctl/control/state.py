@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -103,6 +104,11 @@ class TrainState:
             state.pop(settings, None)
         rates = step.updater.held_rates(scheduled=False)
         saved = checkpoints.restore(state)
+        # The chief has waited for one that was still saving; others may have seen what was before.
+        own = saved.step if saved else -1
+        if (of_chief := workers.of_chief(step.strategy, own)) not in (own, -1):
+            with contextlib.suppress(CheckpointError):  # `agree` will say what they have
+                saved = checkpoints.restore(state, of_chief)
         if not saved:
             return None, {}
         for name, rate in step.updater.held_rates(scheduled=False).items():

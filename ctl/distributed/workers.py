@@ -289,6 +289,11 @@ def earliest(strategy: tf.distribute.Strategy, step: int) -> int:
     return min(int(text) for text in all_gather(strategy, str(step).encode(), "a gather"))
 
 
+def of_chief(strategy: tf.distribute.Strategy, step: int) -> int:
+    """The ``step`` of worker 0. All workers must call it."""
+    return int(all_gather(strategy, str(step).encode(), "restoring the step of the chief")[0])
+
+
 def any_of(strategy: tf.distribute.Strategy, asked: bool) -> bool:
     """Whether ``asked`` is true on any worker. All workers must call it."""
     return b"1" in all_gather(strategy, b"1" if asked else b"0", "asking whether to end")

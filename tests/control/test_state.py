@@ -9,6 +9,7 @@ import tensorflow as tf
 from helpers import make_loop
 from paths import ROOT
 
+from ctl.distributed import workers
 from ctl.phases.sparse_rows import Tables
 from ctl.schedule.patience import EarlyStopping
 from ctl.step import TrainStep
@@ -26,6 +27,19 @@ class Late:
 
     table = keras.Variable([0.0])
     variables = ()
+
+
+def test_a_worker_restores_the_step_of_the_chief(tmp_path, monkeypatch):
+    """Which may have waited for one that still saved, or sees what others do not yet."""
+    loop = make_loop(directory=tmp_path)
+    for step in (2, 4):
+        loop.train(step, total=4)
+        loop.save(wait=True)
+    for of_chief, restored in ((2, 2), (4, 4), (-1, 4), (3, 4)):  # there is no step 3 here
+        monkeypatch.setattr(workers, "of_chief", lambda strategy, step, s=of_chief: s)
+        resumed = make_loop(directory=tmp_path)
+        assert resumed.restore().step == resumed.global_step == restored
+        resumed.checkpoints.close()
 
 
 def groups_of_the_page() -> list[str]:

@@ -1,12 +1,12 @@
 """Ends this process if TensorFlow holds it because of another task.
 
-It runs while the workers are connected, and in a job with parameter servers. TensorFlow may wait
-without end for a task that is frozen or dead. If it holds Python's lock meanwhile, no thread of
-Python can give up. A second process can: it runs `main`. It names the tasks that do not answer, and
-ends the first process by a signal whose handler is C's ``_exit``. The handler is called with the
-number of the signal, so that is the exit code.
+It runs while TensorFlow connects the workers, and in a job with parameter servers. TensorFlow may
+wait without end for a task that is frozen or dead. If it holds Python's lock meanwhile, no thread
+of Python can give up. A second process can: it runs `main`. It names the tasks that do not answer,
+and ends the first process by a signal whose handler is C's ``_exit``. The handler is called with
+the number of the signal, so that is the exit code.
 
-While the workers are connected, it also does what SIGTERM and Ctrl-C ask for, if they come to the
+While they are connected, it also does what SIGTERM and Ctrl-C ask for, if they come to the
 process group, as those of a launcher do. TensorFlow takes SIGTERM for itself then, and does nothing
 about it.
 """
@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 _GIVE_UP = signal.SIGTRAP  # number 5, the exit code of `ctl.errors.PeerError`
-_STOP = 42  # the exit code of `ctl.errors.Preempted`; a number of Linux for programs, as the next
+_STOP = 42  # the exit code of `ctl.errors.Preempted`; as the next, a signal that is free for programs
 _CLOSE = _STOP + 1  # to the second process, which handles signals with smaller numbers before
 _ASKING = signal.SIGTERM, signal.SIGINT
 _PROGRAM = "import runpy, sys; runpy.run_path(sys.argv.pop(1))['main']()"
@@ -86,7 +86,7 @@ class Keeper:
         program = [sys.executable, "-I", "-S", "-c", _PROGRAM, __file__]
         program.append(json.dumps([watched, [*signals]]))
         pipe = subprocess.PIPE
-        # It handles them as soon as it can.
+        # They stay pending until `_answer` handles them.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (*_ASKING, _CLOSE))
         try:
             self._process = subprocess.Popen(program, stdin=pipe, stdout=pipe)

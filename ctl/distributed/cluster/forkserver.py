@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ctl.errors import Preempted
+
 _MODULE, _SERVERS = "ctl.train", "--strategy=parameter_server"
 _STRATEGIES = {"--strategy=multi_worker", _SERVERS}
 _ALSO = ("keras", "tensorflow", "ctl.data", "ctl.jobs.models", "ctl.logs.sinks", "ctl.loop")
@@ -31,7 +33,7 @@ _PROGRAM = f"from {__name__} import serve; serve()"
 
 _IMPORT_SECONDS, _FORK_SECONDS = 120.0, 20.0
 
-_HELD = {signal.SIGTERM, signal.SIGINT}  # until a worker handles them, see `_become_worker`
+_HELD = {signal.SIGTERM, signal.SIGINT}  # in the server, and in a fork until `_become_worker`
 
 _LONGEST = 1 << 20  # bytes of a request; one that is too long for the socket is not sent at all
 
@@ -52,20 +54,9 @@ class Fork:
 
     def poll(self) -> int | None:
         """The exit code, minus the number of a signal; None while it runs."""
-        return self._wait(os.WNOHANG)
-
-    def wait(self) -> int | None:
-        """Waits for its end, and returns the exit code."""
-        return self._wait(0)
-
-    def _wait(self, options: int) -> int | None:
         if self._code is None:
-            try:
-                pid, status = os.waitpid(self.pid, options)
-            except ChildProcessError:  # who has started the launcher lets it ignore SIGCHLD
-                self._code = 1
-            else:
-                self._code = os.waitstatus_to_exitcode(status) if pid else None
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
         return self._code
 
 
@@ -122,6 +113,9 @@ class ForkServer:
 
         Returns:
             None if there is no server, or it has failed. There is none from then on.
+
+        Raises:
+            Preempted: `stopped`.
         """
         if not self._process:
             return None
@@ -130,8 +124,10 @@ class ForkServer:
                 self._answer(_IMPORT_SECONDS)
                 self._is_ready = True
             return self._fork(environ, [out, err] if pipe is None else [out, err, pipe])
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
             self._end()
+            if self._stopped():
+                raise Preempted("stopped by a signal, before the training") from error
             return None
 
     def _fork(self, environ: Mapping[str, str], descriptors: Sequence[int]) -> Fork:

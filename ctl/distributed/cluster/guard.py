@@ -49,6 +49,6 @@ def _guard(read: int) -> None:
             change = groups.add if line[0] == "+" else groups.discard
             change(int(line[1:]))
     for group_id in groups:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
             os.killpg(group_id, signal.SIGKILL)
     os._exit(0)

@@ -1,13 +1,14 @@
 """Which machines have the workers of an elastic job: what their launchers agree on.
 
-Each launcher looks at the board once a second. When no worker of a plan runs any more, the first
-launcher that is there makes the next plan (`next_plan`). A machine is there while its record
-changes: clocks of machines are not compared.
+Each launcher looks at the board once a second, and more often after a loss. When no worker of a
+plan runs any more, the first launcher that is there makes the next plan (`next_plan`). A machine is
+there while its record changes: clocks of machines are not compared.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -20,8 +21,11 @@ from ctl.errors import CheckpointError, DivergedError, PeerError, Preempted, Usa
 # seconds, it cannot tell which machines are.
 SILENT_SECONDS, _FIRST_LOOK_SECONDS = 10.0, 3.0
 
-# The same when a worker of the plan has lost another.
-_SILENT_AFTER_A_LOSS_SECONDS = 4.0
+# The same when a worker of the plan has lost another; and for those of a plan, before others begin
+# without all of them: the board may have lost them, while they train.
+_SILENT_AFTER_A_LOSS_SECONDS, _ALL_SILENT_SECONDS = 4.0, 60.0
+
+_END_SECONDS = 5.0  # for the last record; a directory may hang
 
 # Between two looks; the second, for `SILENT_SECONDS` after a worker here has begun or ended.
 _BEAT_SECONDS, _QUICK_BEAT_SECONDS = 1.0, 0.25
@@ -53,11 +57,13 @@ class View:
         plan: the newest.
         machines: all records, also of machines that are lost.
         there: names of those whose records change.
+        silent: seconds since a member of the plan has changed its record.
     """
 
     plan: Plan
     machines: Mapping[str, Machine]
     there: frozenset[str]
+    silent: float = math.inf
 
     def of_plan(self) -> list[Machine]:
         """The members of the plan that have followed it."""
@@ -74,6 +80,10 @@ class View:
         rank = {name: index for index, name in enumerate(self.plan.members)}
         names = sorted(self.there, key=lambda name: (rank.get(name, len(rank)), name))
         return [self.machines[name] for name in names if self.machines[name].state != LEFT]
+
+    def strangers(self) -> list[str]:
+        """Names of the machines whose workers follow a later plan: the board was started anew."""
+        return [m.name for m in self.order() if m.state == RUNS and m.plan > self.plan.number]
 
     def newcomers(self) -> list[str]:
         """Names of the machines that wait while the workers of the plan run."""
@@ -117,6 +127,9 @@ def next_plan(
     ready = [machine for machine in here if machine.state == WAITS]
     begins = not any(machine.name in old.members for machine in here)
     if begins:
+        ran = any(machine.state == RUNS for machine in view.of_plan())
+        if ran and view.silent < _ALL_SILENT_SECONDS or view.strangers():
+            return None
         if len(ready) < (least if waited >= last_call else most):
             return None
         return _plan(old, ready[:most], 0, f"{len(ready[:most])} machines are there")
@@ -165,8 +178,8 @@ class Machines:
     def __init__(self, board: Board, mine: Machine):
         self._board, self.mine = board, mine
         self._lock, self._wake, self._ended = threading.Lock(), threading.Event(), False
-        # Seconds in which the board has answered. What was silent with it, or with this process, is
-        # not lost.
+        # Seconds in which the board has answered: nobody is lost because it, or this process, was
+        # away.
         self._clock = 0.0
         self._changed: dict[str, tuple[int, float]] = {}  # the beat of each; by that clock, when
         self._proposed: Plan | None = None
@@ -186,7 +199,7 @@ class Machines:
             self.say(state=LEFT)
         self._ended = True
         self._wake.set()
-        self._thread.join()
+        self._thread.join(_END_SECONDS)
         self._board.close()
 
     def say(self, **changes: Any) -> None:
@@ -253,7 +266,7 @@ class Machines:
             if self._changed.get(name, (None,))[0] != machine.beat:
                 first = name not in self._changed and name != self.mine.name
                 # What a machine has said before this one looked may be an old record.
-                self._changed[name] = machine.beat, float("-inf") if first else self._clock
+                self._changed[name] = machine.beat, -math.inf if first else self._clock
         broken = any(machine.broken for machine in View(plan, machines, frozenset()).of_plan())
         patience = _SILENT_AFTER_A_LOSS_SECONDS if broken else SILENT_SECONDS
         there = frozenset(
@@ -263,4 +276,5 @@ class Machines:
         )
         if there.intersection(plan.members):
             self._alive = plan.number
-        self._view = View(plan, machines, there)
+        seen = [self._changed[name][1] for name in plan.members if name in self._changed]
+        self._view = View(plan, machines, there, self._clock - max(seen, default=-math.inf))

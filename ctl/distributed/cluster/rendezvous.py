@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from absl import logging
 
@@ -136,11 +137,14 @@ def unreachable(cluster: Cluster, patience: float = 0.0) -> dict[int, str]:
 
 
 def _not_listening(cluster: Cluster) -> dict[int, str]:
-    why = {}
-    for index, address in enumerate(cluster.workers):
-        if index != cluster.index:
-            try:
-                socket.create_connection(split(address), timeout=1.0).close()
-            except OSError as error:
-                why[index] = f"{address}: {error.strerror or error}"
-    return why
+    def ask(address: str) -> str:
+        try:
+            socket.create_connection(split(address), timeout=1.0).close()
+        except OSError as error:
+            return f"{address}: {error.strerror or error}"
+        return ""
+
+    others = {i: address for i, address in enumerate(cluster.workers) if i != cluster.index}
+    with ThreadPoolExecutor(max(1, len(others))) as threads:  # many may be cut off at once
+        answers = zip(others, threads.map(ask, others.values()), strict=True)
+        return {index: why for index, why in answers if why}

@@ -4,7 +4,8 @@ Workers send datagrams to each other, on the UDP port with the number of TensorF
 stopped chief silences only itself, no sender waits for a receiver, and no private name of
 TensorFlow is needed. (The chief serves TensorFlow's coordination service, which blocks when the
 chief is stopped.) Beats are signed, see `ctl.distributed.cluster.secret`. They inform messages and
-flight records, and end no process. In an elastic job, a worker without beats is asked if it runs.
+flight records. In an elastic job, a worker without beats is asked if it runs, and the attempt ends
+when one says that it gave up.
 """
 
 from __future__ import annotations

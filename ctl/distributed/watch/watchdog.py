@@ -40,8 +40,6 @@ _TICK = 0.25
 # The time between two ticks counts up to this much, so that a process that was stopped (SIGSTOP, a
 # laptop's lid) does not take the pause for a wait.
 _MOST_OF_A_TICK = 0.5
-# Pause between the last line and the exit. It lets other workers reach their own limits, and print
-# what they know, before their connections to this worker break.
 # A peer whose connection broke may take so long to end. Only then can it be told from the others.
 _ENDING_SECONDS = 3.0
 # Marks are read after so long without progress: reading costs time, and tells nothing earlier.
