@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 _GIVE_UP = signal.SIGTRAP  # number 5, the exit code of `ctl.errors.PeerError`
-_STOP = 42  # the exit code of `ctl.errors.Preempted`; as the next, a signal that is free for programs
+_STOP = 42  # the exit code of `ctl.errors.Preempted`; a signal that is free, as the next
 _CLOSE = _STOP + 1  # to the second process, which handles signals with smaller numbers before
 _ASKING = signal.SIGTERM, signal.SIGINT
 _PROGRAM = "import runpy, sys; runpy.run_path(sys.argv.pop(1))['main']()"
