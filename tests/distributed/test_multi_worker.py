@@ -77,7 +77,7 @@ def reference(mirrored):
 def test_equals_one_device(job, tmp_path, reference):
     """AdamW and clipping; 101 test examples in batches of 16; initial weights come from the chief,
     although every worker has a seed of its own. An action begins a window every 5 steps."""
-    run_job(job, tmp_path, "seeds=1", "epochs=1")
+    run_job(job, tmp_path, "seeds=1", "epochs=1", "compiled=1")
     assert_equal(tmp_path, 2, reference)
     for saved in finished(tmp_path, 2):
         np.testing.assert_allclose(saved["epochs"], reference[2], 1e-5)

@@ -43,7 +43,6 @@ from paths import ROOT  # noqa: E402
 from worker_end import run_to_end  # noqa: E402
 
 from ctl.distributed.strategy import make_multi_worker  # noqa: E402
-from ctl.phases import apply  # noqa: E402
 from ctl.recipes.diloco import DiLoCo  # noqa: E402
 from ctl.recipes.distillation import Distillation  # noqa: E402
 from ctl.recipes.gradient_noise_scale import NoiseScale  # noqa: E402
@@ -117,7 +116,6 @@ def main() -> None:
     out = Path(sys.argv[1])
     me = cluster.resolve(None, None)
     strategy = make_multi_worker(me, collective_timeout=60, startup_timeout=60).strategy
-    apply.is_compiled = lambda device: False  # as in the process that it is compared with
     os.chdir(out / f"process-{me.index}")
     for name in ON_WORKERS:
         [values] = trained(strategy, name)
