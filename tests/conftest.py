@@ -1,4 +1,4 @@
-"""Which tests are run, and by which process. The fixtures are in `fixtures`."""
+"""Which tests are run, and by which process. The fixtures are in `ctl_fixtures`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pytest_configure(config):
     not import TensorFlow."""
     is_started = hasattr(config, "workerinput")
     if is_started or not config.getoption("numprocesses", None):
-        config.pluginmanager.import_plugin("fixtures")
+        config.pluginmanager.import_plugin("ctl_fixtures")
     if not is_started:
         chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
         everything = chosen or config.getoption("all") or config.getoption("markexpr")

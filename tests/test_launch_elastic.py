@@ -156,7 +156,7 @@ else:
     assert said.count("is frozen: killed") == (0 if wakes else 2)
 
 
-HOLDS = """
+LOCKS = """
 import fcntl, subprocess
 lock = open(file + ".lock", "w")
 if attempt == 0 and rank == 1:
@@ -176,7 +176,7 @@ if attempt == 0:
 
 @pytest.mark.slow
 def test_a_child_of_a_dead_chief_does_not_keep_its_lock(tmp_path):
-    assert run(tmp_path, HOLDS, workers="2..3")[:2] == (0, [3, 2])
+    assert run(tmp_path, LOCKS, workers="2..3")[:2] == (0, [3, 2])
     assert len([*tmp_path.glob("*.saved *")]) == 2
 
 

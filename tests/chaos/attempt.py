@@ -106,7 +106,7 @@ def prepare() -> None:
     sys.path.append(str(Path(__file__).parents[1] / "support"))
     import warm_start  # noqa: F401 - half of the processor time of a job
 
-    gc.set_threshold(20_000, 10, 10)  # as in tests/support/fixtures.py
+    gc.set_threshold(20_000, 10, 10)  # as in tests/support/ctl_fixtures.py
 
 
 class _Running:

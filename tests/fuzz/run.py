@@ -70,7 +70,7 @@ def _prepare() -> None:
     """Gives a child process the devices of the tests."""
     tests = Path(__file__).parents[1]
     sys.path[:0] = [str(tests), str(tests / "support")]
-    import fixtures  # noqa: F401
+    import ctl_fixtures  # noqa: F401
     import tensorflow as tf
 
     from . import trial  # noqa: F401
@@ -80,7 +80,7 @@ def _prepare() -> None:
 
 
 def _judge(case: Case) -> tuple[str, str]:
-    from fixtures import mirrored_strategy
+    from ctl_fixtures import mirrored_strategy
 
     from .trial import judge
 

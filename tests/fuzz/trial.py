@@ -47,7 +47,7 @@ from .models import (
     weights_of,
 )
 
-Mirrored = Callable[..., tf.distribute.Strategy]  # see tests/support/fixtures.py
+Mirrored = Callable[..., tf.distribute.Strategy]  # see tests/support/ctl_fixtures.py
 
 
 class Verdict(NamedTuple):

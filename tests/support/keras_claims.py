@@ -17,7 +17,7 @@ from paths import BENCHMARKS
 sys.path.insert(0, str(BENCHMARKS / "peers"))
 
 from claims import CLAIMS  # noqa: E402
-from fixtures import mirrored_strategy  # noqa: E402
+from ctl_fixtures import mirrored_strategy  # noqa: E402
 
 
 def run() -> None:

@@ -20,7 +20,7 @@ from ctl.phases import apply
 
 def run_to_end(main: Callable[[], None]) -> None:
     """Calls ``main``. XLA compiles the update if an argument of the program is ``compiled=1``."""
-    if "compiled=1" not in sys.argv:  # as in the process of the tests, see fixtures.py
+    if "compiled=1" not in sys.argv:  # as in the process of the tests, see ctl_fixtures.py
         apply.is_compiled = lambda device: False
     try:
         with collectives_refused():

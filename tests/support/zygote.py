@@ -40,7 +40,7 @@ sys.path.insert(0, sys.argv[3])
 for name in preload:
     importlib.import_module(name)
 sys.path.remove(sys.argv[3])
-gc.set_threshold(20_000, 10, 10)  # as in fixtures.py
+gc.set_threshold(20_000, 10, 10)  # as in ctl_fixtures.py
 app._init_callbacks.clear()  # TensorFlow asks to be called by app.run, which it never finds running
 running, command = set(), None
 print("ready", flush=True)
