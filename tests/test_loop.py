@@ -73,10 +73,19 @@ def idle():
     return make_loop()
 
 
-@pytest.mark.parametrize("steps_per_loop", [None, 1, 7])
-@pytest.mark.parametrize("start", [0, 13])
-@pytest.mark.parametrize("periods", [(1,), (10,), (4, 6), (7, 10, 15), (100, 3), (1000,)], ids=str)
-def test_actions_are_called_at_the_steps_due(idle, monkeypatch, steps_per_loop, start, periods):
+PERIODS = [(1,), (10,), (4, 6), (7, 10, 15), (100, 3), (1000,)]
+
+
+@pytest.mark.parametrize(
+    ("periods", "steps_per_loop", "start"),
+    [
+        (periods, steps_per_loop, (0, 13)[(i + j) % 2])
+        for i, periods in enumerate(PERIODS)
+        for j, steps_per_loop in enumerate([None, 1, 7])
+    ],
+    ids=str,
+)
+def test_actions_are_called_at_the_steps_due(idle, monkeypatch, periods, steps_per_loop, start):
     until = 47
     fired = {period: [] for period in periods}
 
@@ -219,7 +228,7 @@ def test_weights_loaded_into_a_loop_are_those_it_begins_with():
 
 
 def test_batches_of_any_form_with_partial_ones(mirrored):
-    """A dict from a user's own tf.data, whose last batch has 5 examples, on three loops."""
+    """A dict from a user's own tf.data, whose last batch has 5 examples, on two loops."""
 
     class Named(TrainStep):
         def loss(self, batch):
@@ -234,7 +243,7 @@ def test_batches_of_any_form_with_partial_ones(mirrored):
     features, labels = examples(4 * BATCH + 5)
     data = tf.data.Dataset.from_tensor_slices({"features": features, "label": labels}).batch(BATCH)
     weights, scalars = [], []
-    for replicas in (1, 2, 4):
+    for replicas in (1, 4):
         keras.utils.set_random_seed(1)
         loop = make_loop(
             mirrored(replicas),
@@ -245,8 +254,7 @@ def test_batches_of_any_form_with_partial_ones(mirrored):
         scalars.append(loop.train(10))
         weights.append(loop.step.model.get_weights())
         assert loop.steps.run.experimental_get_tracing_count() == 1
-    assert largest_difference(weights[0], weights[1]) <= 1e-6
-    assert largest_difference(weights[0], weights[2]) <= 1e-6
+    assert largest_difference(*weights) <= 1e-6
     assert len({s["accuracy"] for s in scalars}) == 1
 
 

@@ -186,8 +186,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(mirrored, tmp_path, replicas, 
     second.checkpoints.close()
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("kind", [keras.layers.LSTM, keras.layers.GRU])
+@pytest.mark.parametrize(("kind", "replicas"), [(keras.layers.LSTM, 1), (keras.layers.GRU, 2)])
 def test_layers_that_draw_in_an_evaluation_too(mirrored, tmp_path, kind, replicas):
     random = np.random.default_rng(0)
     data = random.normal(size=(32, 5, 3)).astype("float32"), random.integers(0, 2, 32)

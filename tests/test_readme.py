@@ -70,7 +70,7 @@ ELSEWHERE["ctl.schedule"] = "ctl.schedule.plot"
 def run(zygote, tmp_path_factory) -> Path:
     """A short run, with a model to load."""
     directory = tmp_path_factory.mktemp("readme") / "run"
-    zygote.run("ctl.train", f"--model_dir={directory}", "--train_steps=20")
+    zygote.run("ctl.train", f"--model_dir={directory}", "--model=dense", "--train_steps=20")
     return directory
 
 

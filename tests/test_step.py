@@ -302,12 +302,11 @@ def collectives(loop) -> list[tf.Operation]:
 @pytest.mark.parametrize(
     ("options", "packs"),
     [
-        ({}, 1),
         ({"clip_norm": 1.0, "accumulate_steps": 2, "ema_decay": 0.9, "loss_scale": True}, 1),
         ({"full": False}, 1),
         ({"bytes_per_pack": 200}, 3),
     ],
-    ids=["plain", "everything", "counted", "packs"],
+    ids=["everything", "counted", "packs"],
 )
 def test_one_gradient_collective_per_device_per_step(ring2, options, packs):
     loop = train(ring2, mlp, adam(), examples(), steps=3, **options)
@@ -368,7 +367,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize(
-    ("form", "accumulate_steps"), [("one tensor", 1), ("a dictionary", 2), ("four", 1), ("four", 2)]
+    ("form", "accumulate_steps"), [("one tensor", 1), ("a dictionary", 2), ("four", 2)]
 )
 def test_a_step_that_overrides_one_phase(mirrored, form, accumulate_steps):
     """A step of one's own: the loss only, no outputs for metrics, a batch of any form, of which

@@ -83,7 +83,7 @@ def test_an_infinity_on_one_replica_skips_the_update_on_all(mirrored, options):
     [
         ("mixed_float16", 2, False, 3),
         ("float16", 2, False, 1),
-        ("float16", 2, True, 3),
+        ("float16", 1, True, 3),
     ],
 )
 def test_counted_batches_do_not_overflow(mirrored, policy, replicas, jit_compile, accumulate_steps):

@@ -174,7 +174,7 @@ def same_numbers(ours, theirs, tolerance=1e-3) -> None:
 @pytest.mark.parametrize(
     "devices",
     [
-        ["--replicas=4", "--strategy=central_storage", "--steps_per_loop=1"],
+        ["--replicas=2", "--strategy=central_storage", "--steps_per_loop=1"],
         ["--replicas=2", "--cross_device_ops=ring", "--bytes_per_pack=100000"],
     ],
     ids=" ".join,

@@ -20,9 +20,9 @@ from ctl.checkpoint import Reader
 pytestmark = pytest.mark.slow  # starts processes
 
 TRAIN = "ctl.train"
-STEPS = 2000
+STEPS = 1000
 FLAGS = [
-    *("--model=dense", f"--train_steps={STEPS}", "--evaluate_every=1000", "--checkpoint_every=100"),
+    *("--model=dense", f"--train_steps={STEPS}", "--evaluate_every=500", "--checkpoint_every=50"),
     *("--steps_per_loop=5", "--optimizer=momentum", "--noexport"),
 ]
 

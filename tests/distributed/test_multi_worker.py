@@ -177,7 +177,6 @@ def test_fit_fails_where_this_loop_trains(straight):
         assert re.match(r"ValueError: Attempt to convert a value \(PerReplica", str(saved["fit"]))
 
 
-@pytest.mark.sample
 def test_preempted_at_the_same_step_and_resumed_bit_for_bit(job, tmp_path, straight):
     run_job(job, tmp_path, "norm=1", "fault=term", "step=7", code=42)
     step = int(re.search(r"SIGTERM: saved step (\d+)", last_line(tmp_path, 1))[1])

@@ -42,11 +42,6 @@ def on_one_device():
             2,
             "all-reduce: hierarchical_copy",
         ),
-        (
-            {"name": "mirrored", "replicas": 2, "cross_device_ops": "reduction_to_one_device"},
-            2,
-            "all-reduce: reduction_to_one_device",
-        ),
         ({"name": "central_storage", "replicas": 2}, 2, "variables on cpu:0"),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
@@ -73,6 +68,14 @@ def test_auto_is_one_of_them(replicas, words):
     placement = make_strategy("auto", replicas=replicas)
     assert placement.strategy.num_replicas_in_sync == (replicas or 1)
     assert placement.description.startswith(words)
+
+
+def test_what_auto_chooses_has_a_name():
+    options = {"replicas": 2, "cross_device_ops": "reduction_to_one_device"}
+    placement = make_strategy("mirrored", **options)
+    operation = placement.strategy.extended._cross_device_ops
+    assert type(operation) is tf.distribute.ReductionToOneDevice
+    assert placement.description.endswith("all-reduce: reduction_to_one_device")
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -169,8 +172,11 @@ def test_central_storage_refuses_layers_that_it_cannot_train(layer, words):
         train(placement.strategy, placement.options, lambda: with_layer(layer))
     assert words in str(error.value) and "use mirrored" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_central_storage_trains_any_layer_on_one_replica():
     alone = make_strategy("central_storage", replicas=1)
-    train(alone.strategy, alone.options, lambda: with_layer(layer))
+    train(alone.strategy, alone.options, lambda: with_layer(keras.layers.BatchNormalization))
 
 
 # In a process of its own: attempts to reach a TPU change TensorFlow's devices.

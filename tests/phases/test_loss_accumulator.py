@@ -19,9 +19,18 @@ def logged(strategy, arrays, **options) -> tuple[float, keras.Model]:
     return loop.train(6)["loss"], loop.step.model
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}, {"on_nan": "skip"}], ids=str)
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("replicas", "options", "weighted"),
+    [
+        (1, {}, False),
+        (2, {}, True),
+        (1, {"accumulate_steps": 2}, True),
+        (2, {"accumulate_steps": 2}, False),
+        (1, {"on_nan": "skip"}, False),
+        (2, {"on_nan": "skip"}, True),
+    ],
+    ids=str,
+)
 def test_it_is_the_mean_over_examples(mirrored, replicas, options, weighted):
     features, labels = examples(sum(SIZES))
     weights = np.ones(len(labels), "float32")

@@ -122,14 +122,13 @@ def test_steps_take_names():
         ctl.TrainStep(model, "adam", metrics="accuracy")
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(
-    ("labels", "activation", "loss", "make"),
+    ("replicas", "labels", "activation", "loss", "make"),
     [
-        (RANDOM.normal(size=20), None, "mse", keras.metrics.R2Score),
-        (RANDOM.normal(size=(20, 3)), None, "mse", keras.metrics.R2Score),
-        (np.eye(3)[CLASSES], "softmax", "categorical_crossentropy", keras.metrics.F1Score),
-        (np.eye(3)[CLASSES], "softmax", "mse", lambda **_: keras.metrics.AUC(multi_label=True)),
+        (1, RANDOM.normal(size=20), None, "mse", keras.metrics.R2Score),
+        (2, RANDOM.normal(size=(20, 3)), None, "mse", keras.metrics.R2Score),
+        (1, np.eye(3)[CLASSES], "softmax", "categorical_crossentropy", keras.metrics.F1Score),
+        (2, np.eye(3)[CLASSES], "softmax", "mse", lambda **_: keras.metrics.AUC(multi_label=True)),
     ],
 )
 def test_variables_of_the_first_update(mirrored, replicas, labels, activation, loss, make):

@@ -83,7 +83,7 @@ def first_half_without_weight(weights):
     ("replicas", "options", "weigh"),
     [
         (1, {"static": True, "jit_compile": True}, first_half_without_weight),
-        (4, {"accumulate_steps": 2}, first_half_without_weight),
+        (2, {"accumulate_steps": 2}, first_half_without_weight),
         (2, {"loss_scale": True}, first_half_without_weight),
         (2, {"weighting": "sum_of_weights"}, first_half_without_weight),
         (2, {"weighting": "sum_of_weights"}, whole),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging as python_logging
 
 import keras
@@ -62,6 +63,13 @@ def trained(strategy, rows, steps=20, **options) -> list[np.ndarray]:
     return loop.step.model.get_weights()
 
 
+@functools.cache
+def by_dense_gradients(optimizer: str, clip_norm: float | None = None) -> list[np.ndarray]:
+    """The weights on one device, which neither micro-batches nor a loss scale change."""
+    alone = tf.distribute.OneDeviceStrategy("/cpu:0")
+    return trained(alone, "off", optimizer=optimizer, clip_norm=clip_norm)
+
+
 def assert_close(got, want) -> None:
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, atol=5e-6 * np.abs(other).max())
@@ -82,15 +90,13 @@ def assert_close(got, want) -> None:
     ],
 )
 def test_equals_dense_gradients(mirrored, optimizer, replicas, options):
-    options["optimizer"] = optimizer
-    want = trained(mirrored(1), "off", **options)
-    assert_close(trained(mirrored(replicas), "on", **options), want)
+    want = by_dense_gradients(optimizer, options.get("clip_norm"))
+    assert_close(trained(mirrored(replicas), "on", optimizer=optimizer, **options), want)
 
 
-@pytest.mark.parametrize("optimizer", tables_worker.OPTIMIZERS)
-def test_equals_them_for_several_tables_on_shares_of_any_size(mirrored, optimizer):
-    want = tables_worker.trained(mirrored(1), optimizer, "off")
-    assert_close(tables_worker.trained(mirrored(4), optimizer, "on"), want)
+def test_equals_them_for_several_tables_on_shares_of_any_size(mirrored):
+    want = tables_worker.trained(mirrored(1), "adamw", "off")
+    assert_close(tables_worker.trained(mirrored(3), "adamw", "on"), want)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -129,31 +135,26 @@ def test_a_resume_changes_no_bit(mirrored, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("steps_per_loop", [3, 50])
-def test_a_full_history_is_emptied_at_the_same_steps_in_any_run(
-    mirrored, monkeypatch, tmp_path, steps_per_loop
-):
+def test_a_full_history_is_emptied_at_the_same_steps_in_any_run(mirrored, monkeypatch, tmp_path):
     monkeypatch.setattr(deferred, "HISTORY", 8)
-    want = trained(mirrored(1), "off", on_nan="skip")
     whole = make(mirrored(1), on_nan="skip")
     whole.train(20)
-    assert_close(whole.step.model.get_weights(), want)
-    for end in (5, 20):
-        directory = str(tmp_path)
-        part = make(
-            mirrored(1), on_nan="skip", checkpoints=directory, steps_per_loop=steps_per_loop
-        )
-        part.restore()
-        part.train(end)
-        part.save()
-        part.checkpoints.close()
-    state = zip(*(loop.step.model.get_weights() for loop in (whole, part)), strict=True)
-    for one, other in state:
-        np.testing.assert_array_equal(one, other)
+    weights = whole.step.model.get_weights()
+    assert_close(weights, by_dense_gradients("adamw"))
+    for steps_per_loop in (3, 50):
+        options = {"checkpoints": str(tmp_path / f"{steps_per_loop}"), "on_nan": "skip"}
+        for end in (5, 20):
+            part = make(mirrored(1), steps_per_loop=steps_per_loop, **options)
+            part.restore()
+            part.train(end)
+            part.save()
+            part.checkpoints.close()
+        for one, other in zip(part.step.model.get_weights(), weights, strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 def test_who_reads_a_table_finds_all_rows_up_to_date(mirrored, tmp_path):
-    want = trained(mirrored(1), "off")
+    want = by_dense_gradients("adamw")
     loop = make(mirrored(1), checkpoints=str(tmp_path / "checkpoints"))
     loop.train(20)
     table = loop.step.model.get_layer("embedding").embeddings
@@ -218,7 +219,7 @@ def test_runs_go_on_with_rows_after_dense_gradients_and_not_the_other_way(mirror
     rows = make(mirrored(1), "on", checkpoints=str(tmp_path))
     rows.restore()
     rows.train(20)
-    assert_close(rows.step.model.get_weights(), trained(mirrored(1), "off"))
+    assert_close(rows.step.model.get_weights(), by_dense_gradients("adamw"))
     rows.save()
     rows.checkpoints.close()
     with pytest.raises(CheckpointError, match="trained by rows: resume it with the same model"):
@@ -496,9 +497,8 @@ class LeavesRows(TrainStep):
 
 
 def test_rows_that_a_step_of_its_own_returns_become_dense(mirrored):
-    want = trained(mirrored(1), "off", optimizer="momentum")
     got = trained(mirrored(1), "auto", optimizer="momentum", step_class=LeavesRows)
-    assert_close(got, want)
+    assert_close(got, by_dense_gradients("momentum"))
 
 
 class Whole(TrainStep):

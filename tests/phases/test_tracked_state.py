@@ -176,7 +176,7 @@ class Measured(TrainStep):
         return super().loss(batch)
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}, {"jit_compile": True}], ids=str)
+@pytest.mark.parametrize("options", [{"accumulate_steps": 2}, {"jit_compile": True}], ids=str)
 def test_a_metric_of_ones_own_is_logged_and_reset(mirrored, options):
     loop = make_loop(mirrored(2), model=mlp, step_class=Measured, **options)
     assert loop.train(2)["examples_seen"] == 2 * loop.dataset.global_batch_size
@@ -184,12 +184,12 @@ def test_a_metric_of_ones_own_is_logged_and_reset(mirrored, options):
     assert loop.train(3)["examples_seen"] == loop.dataset.global_batch_size
 
 
-@pytest.mark.parametrize("replicas", [1, 4])
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_a_metric_of_ones_own_on_a_replica_without_examples(mirrored, replicas):
-    """9 examples over 4 replicas are 3, 3, 3 and 0, and the last computes with one of zeros."""
-    data = tf.data.Dataset.from_tensor_slices(examples(9)).batch(9)
+    """Of a batch of one example, the second replica has none, and computes with one of zeros."""
+    data = tf.data.Dataset.from_tensor_slices(examples(9)).batch(8)
     loop = make_loop(mirrored(replicas), step_class=Measured, data=data)
-    assert loop.train(2)["examples_seen"] == 18
+    assert loop.train(2)["examples_seen"] == 9
 
 
 def test_a_metric_of_ones_own_where_replicas_share_variables():

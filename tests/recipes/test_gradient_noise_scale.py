@@ -31,7 +31,6 @@ def squares_of(model, features, labels, parts: int) -> list[float]:
     ("replicas", "options"),
     [
         (1, {"accumulate_steps": 4}),
-        (4, {}),
         (2, {"accumulate_steps": 2}),
         (2, {"jit_compile": True}),
     ],

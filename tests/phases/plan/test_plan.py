@@ -215,14 +215,13 @@ class Twins(keras.layers.Layer):
         return self.twins[0](x) * self.twins[1](x)
 
 
-@pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize(
-    ("layer", "dataset", "beside"),
+    ("layer", "dataset", "beside", "ring"),
     [
-        (Joined, partial, 1),
-        (Parts, None, 0),
-        (Scaled, partial, 1),
-        (Twins, None, 0),
+        (Joined, partial, 1, True),
+        (Parts, None, 0, True),
+        (Scaled, partial, 1, False),
+        (Twins, None, 0, False),
     ],
 )
 def test_each_weight_is_found_once(mirrored, ring2, layer, dataset, beside, ring):
