@@ -433,9 +433,10 @@ class _Waiting:
             if machines.knows_who_is_there and view.is_over():
                 self._make_plan(view)
                 self._check_that_some_come(view)
-            if machines.silence > SILENT_SECONDS and mine.code == 0:
+            anew = view.plan.number < mine.plan
+            if mine.code == 0 and (anew or machines.silence > SILENT_SECONDS):
                 return 0
-            if view.plan.number < mine.plan:
+            if anew:
                 raise PeerError(
                     f"--rendezvous={self._rendezvous} was started anew, without what the launchers "
                     "had agreed on: start this one again"
@@ -451,7 +452,10 @@ class _Waiting:
                     f"{machines.trouble or 'it hangs'}"
                 )
             time.sleep(0.05)
-        return code if code >= 0 else Preempted.exit_code
+        if code >= 0:
+            return code
+        _say(f"{signal.Signals(received[0]).name}: stopped while it waited")
+        return Preempted.exit_code
 
     def _follow(self, plan: board.Plan) -> board.Plan:
         follows = {"plan": plan.number, "state": board.RUNS, "code": -1}
@@ -539,6 +543,8 @@ class _Task:
     told: bytes = b""
     asked: int = 0  # of an elastic job: the signal that asked it to save and end
     killed: bool = False  # its process group
+    ended: float = math.inf  # when the process was seen to have ended, by `time.monotonic`
+    readers: list[threading.Thread] = dataclasses.field(default_factory=list)  # of its output
 
     def poll(self) -> int | None:
         """The exit code; None while it runs, and before it is started."""
@@ -578,7 +584,6 @@ class _Job:
         self._command = command
         self._server, self._guard = processes
         self._backoff = backoff
-        self._readers: list[threading.Thread] = []
         self._has_coordinator = "chief" in addresses
         self._tasks = [
             _Task(
@@ -625,13 +630,13 @@ class _Job:
             os.close(to_out)
             os.close(to_err)
         task.starts += 1
-        task.start_at, task.killed = None, False
+        task.start_at, task.killed, task.ended = None, False, math.inf
         for source, target in ((out, sys.stdout), (err, sys.stderr)):
             reader = threading.Thread(
                 target=_copy_lines, args=(task.name, source, target), daemon=True
             )
             reader.start()
-            self._readers.append(reader)
+            task.readers.append(reader)
 
     def wait(self, received: list[int], grace: float) -> int:
         """Waits for all; ends the rest when one fails or a signal arrives. Returns the code."""
@@ -682,6 +687,7 @@ class _Job:
                 task.start_at = time.monotonic() + pause
                 _say(f"{task.name} {_how(code)}; the others go on; restarting it in {pause:g} s")
             elif time.monotonic() >= task.start_at:
+                self._kill(task)
                 self._start(task)
 
     def _cause(self) -> tuple[str, int]:
@@ -708,7 +714,7 @@ class _Job:
         for task in self._tasks:
             self._kill(task)
         deadline = time.monotonic() + _LAST_LINES_SECONDS
-        for reader in self._readers:
+        for reader in [reader for task in self._tasks for reader in task.readers]:
             while reader.is_alive() and (_WRITING.locked() or time.monotonic() < deadline):
                 reader.join(0.05)
 
@@ -727,10 +733,15 @@ class _Job:
             self._guard.forget(process.pid)
 
     def _kill_children(self) -> None:
-        """Kills what a process that has ended leaves behind, which may hold a lock of its files."""
+        """Kills what a process that has ended leaves behind, which may hold a lock of its files. It
+        may first write the last lines: such a child is often a filter of the output."""
+        now = time.monotonic()
         for task in self._tasks:
             if task.poll() is not None:
-                self._kill(task)
+                task.ended = min(task.ended, now)
+                writes = any(reader.is_alive() for reader in task.readers)
+                if not writes or now - task.ended >= _LAST_LINES_SECONDS:
+                    self._kill(task)
 
     def _signal(self, number: int) -> None:
         for task in self._tasks:

@@ -369,6 +369,19 @@ def test_codes_are_known_where_the_parent_ignores_the_end_of_children():
     assert done.returncode == 3 and "Traceback" not in done.stderr, done.stderr
 
 
+def test_a_child_may_write_the_last_lines():
+    """As a filter of the output does, while the others still end."""
+    filters = "import sys, time; lines = sys.stdin.readlines(); time.sleep(0.5); print(*lines)"
+    fails = (
+        "import subprocess; out = subprocess.Popen([sys.executable, '-c', FILTERS], "
+        "stdin=subprocess.PIPE); os.dup2(out.stdin.fileno(), 1); print('why', flush=True); "
+        "os._exit(7)"
+    )
+    code = f"FILTERS = {filters!r}\nif task == 0: {fails}\ntime.sleep(5)"
+    status, out, _ = finish(start("--workers=2", code="\n" + code))
+    assert (status, out) == (7, "[worker 0] why\n[worker 0] \n")
+
+
 def test_no_orphan_when_a_worker_leaves_one_behind():
     command = ["sh", "-c", "sleep 1000 & echo $!; exit 0"]
     status, out, _ = finish(start("--workers=1", command=command), timeout=30)

@@ -158,10 +158,10 @@ else:
 
 LOCKS = """
 import fcntl, subprocess
-lock = open(file + ".lock", "w")
+lock, null = open(file + ".lock", "w"), subprocess.DEVNULL
 if attempt == 0 and rank == 1:
     fcntl.flock(lock, fcntl.LOCK_EX)
-    subprocess.Popen(["sleep", "1000"], pass_fds=[lock.fileno()])
+    subprocess.Popen(["sleep", "1000"], stdout=null, stderr=null, pass_fds=[lock.fileno()])
     open(file + ".held", "w").close()
     os.kill(os.getpid(), 9)
 if attempt == 0:

@@ -357,6 +357,18 @@ def test_nobody_is_lost_with_the_board(monkeypatch):
     assert [bool(look(1, 1)) for _ in range(10)] == [True] * 7 + [False] * 3
 
 
+def test_a_machine_that_comes_while_this_one_is_frozen_is_there(monkeypatch):
+    """Else this one begins beside a job that has begun meanwhile."""
+    now, seen = [0.0], Machines(SimpleNamespace(), machine("a"))
+    monkeypatch.setattr(machines_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    old = machine("a"), machine("b")
+    seen._see({one.name: one for one in old}, PLAN)
+    now[0] = 100.0
+    new = [machine(name, RUNS, plan=2) for name in "cd"]
+    seen._see({one.name: one for one in (*old, *new)}, Plan(2, ("c", "d"), ("c:1", "d:1")))
+    assert not seen.view.is_over() and seen.view.silent == 0.0
+
+
 def test_a_machine_of_a_job_that_has_lost_a_worker_is_lost_sooner(monkeypatch):
     """Until its launcher is heard of again."""
     now, seen = [0.0], Machines(SimpleNamespace(), machine("a", RUNS))
@@ -393,12 +405,20 @@ def waiting(tmp_path, monkeypatch):
     return wait
 
 
-def test_the_code_after_a_signal(waiting):
+def test_a_rendezvous_that_was_started_anew(waiting):
+    """Nobody starts a training again that is done."""
+    with pytest.raises(PeerError, match="PLACE was started anew"):
+        waiting(machine("a", plan=2), [])
+    assert waiting(machine("a", plan=2, code=0), []) == 0
+
+
+def test_the_code_after_a_signal(waiting, capsys):
     """Of a worker that was stopped it is the worker's. While a launcher waits, the worker had lost
     another, and was saved."""
     received: list[int] = []
     threading.Timer(0.2, received.append, [signal.SIGTERM]).start()
     assert waiting(machine("a", plan=0), received) == 42
+    assert "SIGTERM: stopped while it waited" in capsys.readouterr().err
     for code, ends_with in ((5, 5), (0, 0), (42, 42), (-1, 42)):
         assert waiting(machine("a", code=code), [signal.SIGTERM]) == ends_with
 

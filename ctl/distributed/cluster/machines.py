@@ -256,17 +256,17 @@ class Machines:
             self._wake.wait(_QUICK_BEAT_SECONDS if quick else _BEAT_SECONDS)
 
     def _see(self, machines: dict[str, Machine], plan: Plan) -> None:
-        now = time.monotonic()
-        if self._old is None:
+        now, first_look = time.monotonic(), self._old is None
+        if first_look:
             self._old = plan.number
         else:
             self._clock += min(now - self._looked, 2 * _BEAT_SECONDS)
         self._looked = now
         for name, machine in machines.items():
             if self._changed.get(name, (None,))[0] != machine.beat:
-                first = name not in self._changed and name != self.mine.name
                 # What a machine has said before this one looked may be an old record.
-                self._changed[name] = machine.beat, -math.inf if first else self._clock
+                old = first_look and name != self.mine.name
+                self._changed[name] = machine.beat, -math.inf if old else self._clock
         broken = any(machine.broken for machine in View(plan, machines, frozenset()).of_plan())
         patience = _SILENT_AFTER_A_LOSS_SECONDS if broken else SILENT_SECONDS
         there = frozenset(
