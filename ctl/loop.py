@@ -160,16 +160,13 @@ class Steps:
         ``report`` (float32 [3], see `Pace.worker_report`) is summed over replicas. TensorFlow keeps
         one trace per ``trace_key``.
         """
-        strategy = self.strategy
+        strategy, position = self.strategy, feed.position
         strategy_run, most = self._strategy_run()
-
-        def body(steps: tf.Tensor, position: Any, losses: Any) -> tuple[tf.Tensor, Any, Any]:
+        losses = strategy.run(no_losses)
+        while steps > 0:
             block, position = next_block(feed, position, tf.minimum(steps, most))
             losses = strategy_run(args=(losses, block, feed.resident))
-            return steps - (block.end - block.first), position, losses
-
-        start = steps, feed.position, strategy.run(no_losses)
-        _, position, losses = tf.while_loop(lambda steps, *_: steps > 0, body, start)
+            steps -= block.end - block.first
         # Each replica divides its losses by the number of examples of all replicas, so their sum is
         # the mean loss. The reports of the workers share this reduction.
         replicas = strategy.num_replicas_in_sync

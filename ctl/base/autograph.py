@@ -1,10 +1,10 @@
 """AutoGraph for the user's code alone: it lets Python's `if`, `for` and `while` depend on tensors.
 
-AutoGraph takes 20 to 90 ms to read a function, at every start, and no function of ctl needs that:
-its loops over steps are `tf.while_loop`. So `leave_to_python` lets AutoGraph call them as they are,
-as it does with TensorFlow and Keras. The recipes stay as they would be in a user's file. Where ctl
-calls code that may be the user's, it calls `with_autograph` of it; `AutographMethods` does so for
-the methods of a class.
+AutoGraph takes 20 to 90 ms to read a function, at every start. In a training, no function of ctl
+needs that but two, each a `tf.function` with a loop over steps. So `leave_to_python` lets
+AutoGraph call the others as they are, as it does with TensorFlow and Keras. The recipes stay as
+they would be in a user's file. Where ctl calls code that may be the user's, it calls
+`with_autograph` of it; `AutographMethods` does so for the methods of a class.
 """
 
 from __future__ import annotations

@@ -68,11 +68,7 @@ class QuietMethod:
     may be many: without TensorFlow's warning that there are several."""
 
     def __init__(self, method: Callable):
-        def call(*arguments: Any) -> Any:  # AutoGraph reads this one, and calls the method as it is
-            return method(*arguments)
-
-        call.__name__ = method.__name__
-        self._function = tf.function(call)
+        self._function = tf.function(method)
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         of_owner = self._function.__get__(owner, kind)

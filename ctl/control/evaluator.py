@@ -208,12 +208,9 @@ class Evaluator:
     def _eval_steps(
         self, iterator: Any, resident: Any, steps: tf.Tensor, report: tf.Tensor, version: int
     ) -> tf.Tensor:
-        def body(done: tf.Tensor, sums: Any) -> tuple[tf.Tensor, Any]:
-            arguments = sums, iterator.get_next(), resident
-            return done + 1, self.strategy.run(self._one_step, args=arguments)
-
-        start = tf.constant(0), self.strategy.run(lambda: tf.zeros([2]))
-        _, sums = tf.while_loop(lambda done, _: done < steps, body, start)
+        sums = self.strategy.run(lambda: tf.zeros([2]))
+        for _ in tf.range(steps):
+            sums = self.strategy.run(self._one_step, args=(sums, iterator.get_next(), resident))
         sums = self.strategy.run(
             lambda sums: tf.concat([sums, report, self.step.logged.terms()], 0), args=(sums,)
         )

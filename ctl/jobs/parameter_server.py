@@ -93,9 +93,7 @@ class _RemoteSteps(Steps):
         # Functions for each version of the settings of the step, see `TraceKey`.
         self._train_step = functools.cache(lambda version: tf.function(self._on_worker))
         self._train_steps = functools.cache(
-            lambda version: tf.function(
-                functools.partial(_of_each, self._train_step(version)), autograph=False
-            )
+            lambda version: tf.function(functools.partial(_of_each, self._train_step(version)))
         )
 
     def open(self, start_step: int) -> Feed:
