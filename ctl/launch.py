@@ -640,7 +640,7 @@ class _Job:
 
     def wait(self, received: list[int], grace: float) -> int:
         """Waits for all; ends the rest when one fails or a signal arrives. Returns the code."""
-        passed_on, deadline = 0, 0.0
+        passed_on, deadline, late = 0, 0.0, f"not ended {grace:g} s after the signal"
         while True:
             if self._has_coordinator and not received:
                 self._restart_workers()
@@ -664,10 +664,10 @@ class _Job:
                     self._signal(received[0])
                     deadline = time.monotonic() + grace
                 elif signal.SIGINT in received[passed_on:]:  # a scheduler may repeat SIGTERM
-                    deadline = time.monotonic()
+                    deadline, late = time.monotonic(), "a second Ctrl-C"
                 passed_on = len(received)
             if passed_on and time.monotonic() >= deadline:
-                _say(f"not ended {grace:g} s after the signal: killed")
+                _say(f"{late}: killed")
                 self.end(0.0)
                 return 128 + received[0]
             time.sleep(0.05)

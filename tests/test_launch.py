@@ -271,7 +271,8 @@ def test_a_second_signal(second, code):
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline().endswith("saving\n")
     process.send_signal(second)
-    assert finish(process)[0] == code
+    status, _, said = finish(process)
+    assert (status, "a second Ctrl-C: killed" in said) == (code, second == signal.SIGINT)
 
 
 def test_a_grandchild_that_keeps_a_pipe_open_is_not_waited_for():
