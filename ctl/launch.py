@@ -135,8 +135,8 @@ def run() -> None:
             "grace",
             30.0,
             "Seconds that processes have to save and exit after a peer has failed or a signal has "
-            "arrived, before they are killed. In an elastic job, workers that do not notice a loss "
-            "have 10.",
+            "arrived, before they are killed. In an elastic job, a worker that does not notice a "
+            "loss has 10 at most.",
             lower_bound=0,
         )
     with group("Several machines"):
@@ -233,8 +233,8 @@ def launch(
     ``workers`` of an elastic job are the least and the most.
 
     Returns:
-        0, or the exit code (128 + signal number) of the process that failed first in the last
-        attempt; of an elastic job, the worst one.
+        0, or the exit code of the process that failed first in the last attempt (128 + the number
+        of the signal that ended it); of an elastic job, the worst one.
 
     Raises:
         UsageError: the command cannot be started, an elastic job has parameter servers, or
@@ -430,9 +430,6 @@ class _Waiting:
                     self._say_that_it_joins_later(view)
                 ended = [machine.code for machine in view.of_plan() if machine.code >= 0]
                 self._worst = worst(ended) if ended else self._worst
-            if machines.knows_who_is_there and view.is_over():
-                self._make_plan(view)
-                self._check_that_some_come(view)
             anew = view.plan.number < mine.plan
             if mine.code == 0 and (anew or machines.silence > SILENT_SECONDS):
                 return 0
@@ -441,6 +438,9 @@ class _Waiting:
                     f"--rendezvous={self._rendezvous} was started anew, without what the launchers "
                     "had agreed on: start this one again"
                 )
+            if machines.knows_who_is_there and view.is_over():
+                self._make_plan(view)
+                self._check_that_some_come(view)
             if machines.silence > self._bounds.join_timeout:
                 raise PeerError(
                     f"--rendezvous={self._rendezvous} has not answered for "
@@ -688,7 +688,8 @@ class _Job:
                 _say(f"{task.name} {_how(code)}; the others go on; restarting it in {pause:g} s")
             elif time.monotonic() >= task.start_at:
                 self._kill(task)
-                self._start(task)
+                with contextlib.suppress(Preempted):  # `wait` passes the signal on to the others
+                    self._start(task)
 
     def _cause(self) -> tuple[str, int]:
         """The task that failed first, and its code."""
@@ -733,8 +734,8 @@ class _Job:
             self._guard.forget(process.pid)
 
     def _kill_children(self) -> None:
-        """Kills what a process that has ended leaves behind, which may hold a lock of its files. It
-        may first write the last lines: such a child is often a filter of the output."""
+        """Kills the children that ended processes have left: they may hold locks of files. A child
+        that holds the output has 5 s to write the last lines: it is often a filter."""
         now = time.monotonic()
         for task in self._tasks:
             if task.poll() is not None:
@@ -828,7 +829,7 @@ class _ElasticJob(_Job):
                 frozen = silent and now - stalled >= grace * stall
                 if at_once or frozen or now - since >= self._patience(task, grace, asked):
                     how = _FROZEN if frozen else "has not ended"
-                    _say(f"{task.name} {how}: killed")
+                    _say(f"{'a second Ctrl-C: ' * at_once}{task.name} {how}: killed")
                     self._kill(task)
                     if not frozen or task.poll() == -signal.SIGKILL:  # else it ended by itself
                         self._killed[task.name] = how
@@ -928,10 +929,14 @@ class _JobOnMachine(_ElasticJob):
         self._machines.say(joins=True)  # the others go on, also if this machine is gone before
         super()._signal(number)
 
+    def _trains_beside(self, view: View) -> bool:
+        """Whether the worker still trains, and others have another plan: it saves, then."""
+        knows = elastic.LOST in self._tasks[0].told
+        return view.plan.number > self._plan.number and self.trained() and not knows
+
     def _who_joins(self) -> str:
         view = self._machines.view
-        knows = elastic.LOST in self._tasks[0].told
-        if view.plan.number > self._plan.number and self.trained() and not knows:
+        if self._trains_beside(view):
             return _WITHOUT_THIS_ONE
         if not self._may_join or time.monotonic() < self.join_at:
             return ""
@@ -949,6 +954,8 @@ class _JobOnMachine(_ElasticJob):
         own = super()._loss()
         machines, plan = self._machines, self._plan
         view = machines.view
+        if self._trains_beside(view):
+            return own  # `_who_joins` says so
         if view.plan.number > plan.number:
             self._is_over = True
             return own or _WITHOUT_THIS_ONE

@@ -175,7 +175,7 @@ if attempt == 0:
 
 
 @pytest.mark.slow
-def test_a_child_of_a_dead_chief_does_not_keep_its_lock(tmp_path):
+def test_a_child_of_a_dead_worker_does_not_keep_its_lock(tmp_path):
     assert run(tmp_path, LOCKS, workers="2..3")[:2] == (0, [3, 2])
     assert len([*tmp_path.glob("*.saved *")]) == 2
 

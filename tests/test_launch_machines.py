@@ -450,7 +450,7 @@ def test_nothing_is_stopped_for_others_while_the_board_is_silent():
 
 def job_on_machine(trained: bool, lost: bool = False) -> launch._JobOnMachine:
     job = object.__new__(launch._JobOnMachine)
-    job._plan, job._may_join, job.join_at = PLAN, True, 0.0
+    job._plan, job._may_join, job.join_at, job._is_over = PLAN, True, 0.0, False
     job._tasks = [launch._Task("worker 0", "", told=b"t" * trained + b"l" * lost)]
     return job
 
@@ -462,15 +462,19 @@ def test_a_worker_that_trains_is_asked_to_save_when_others_have_gone_on():
         job = job_on_machine(trained, lost)
         job._machines = SimpleNamespace(silence=0.0, view=later)
         assert bool(job._who_joins()) == saves
+        job._loss()
+        assert job._is_over != saves  # it is killed at once
 
 
-def test_who_is_asked_to_stop_says_so_first():
+def test_who_is_asked_to_stop_says_so_first(monkeypatch):
     """The others go on, also if the machine is gone before its worker has saved."""
-    said: dict[str, bool] = {}
+    done: list[object] = []
+    monkeypatch.setattr(os, "killpg", lambda *what: done.append(what))
     job = job_on_machine(trained=True)
-    job._machines = SimpleNamespace(say=said.update)
+    job._tasks[0].process = SimpleNamespace(pid=7, poll=lambda: None)
+    job._machines = SimpleNamespace(say=lambda **said: done.append(said))
     job._signal(signal.SIGTERM)
-    assert said == {"joins": True}
+    assert done == [{"joins": True}, (7, signal.SIGTERM)]
 
 
 def test_a_directory_that_hangs_does_not_keep_a_launcher(monkeypatch):

@@ -304,7 +304,8 @@ def test_signals_while_the_command_is_imported(tmp_path):
 
 
 def test_diverged(zygote, tmp_path):
-    """By updates that are all skipped. By the first NaN: see the attempt that was given up."""
+    """All updates are skipped. `test_an_attempt_that_was_given_up_is_no_part_of_the_next` stops at
+    the first NaN."""
     options = ["--learning_rate=1e30", "--optimizer=sgd", "--schedule=constant", "--warmup=0"]
     options += ["--model=dense", "--train_steps=500", "--on_nan=skip", "--log_every=1"]
     line = last_line(zygote.run(TRAIN, f"--model_dir={tmp_path}", *options, exit_code=3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -87,9 +86,9 @@ class TrainState:
     def restore(
         self, checkpoints: CheckpointManager, changed: bool = True, grow: bool = False
     ) -> tuple[Saved | None, dict[str, float]]:
-        """Restores the last checkpoint, the Python values that were ``changed`` before it, and the
-        first run's decision about XLA (`jit.keep`). With ``grow``, embedding tables may have more
-        rows than it.
+        """Restores the last checkpoint, on several workers that of the chief: all must call it.
+        Also the Python values that were ``changed`` before it, and the first run's decision about
+        XLA (`jit.keep`). With ``grow``, embedding tables may have more rows than it.
 
         Returns the checkpoint, or None; and the results of its evaluation, or an empty dict. A
         checkpoint is written before its evaluation, so actions with a memory get these results now.
@@ -104,11 +103,14 @@ class TrainState:
             state.pop(settings, None)
         rates = step.updater.held_rates(scheduled=False)
         saved = checkpoints.restore(state)
-        # The chief has waited for one that was still saving; others may have seen what was before.
+        # The chief may have waited for a process that still saved; other workers may have restored
+        # the checkpoint before that one.
         own = saved.step if saved else -1
-        if (of_chief := workers.of_chief(step.strategy, own)) not in (own, -1):
-            with contextlib.suppress(CheckpointError):  # `agree` will say what they have
-                saved = checkpoints.restore(state, of_chief)
+        if (wanted := workers.step_of_chief(step.strategy, own)) not in (own, -1):
+            try:
+                saved = checkpoints.restore(state, wanted)
+            except CheckpointError as error:  # `agree` will say which steps they have
+                logging.warning("cannot restore step %d, as the chief did: %s", wanted, error)
         if not saved:
             return None, {}
         for name, rate in step.updater.held_rates(scheduled=False).items():

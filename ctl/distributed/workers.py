@@ -289,7 +289,7 @@ def earliest(strategy: tf.distribute.Strategy, step: int) -> int:
     return min(int(text) for text in all_gather(strategy, str(step).encode(), "a gather"))
 
 
-def of_chief(strategy: tf.distribute.Strategy, step: int) -> int:
+def step_of_chief(strategy: tf.distribute.Strategy, step: int) -> int:
     """The ``step`` of worker 0. All workers must call it."""
     return int(all_gather(strategy, str(step).encode(), "restoring the step of the chief")[0])
 

@@ -36,7 +36,7 @@ def test_a_worker_restores_the_step_of_the_chief(tmp_path, monkeypatch):
         loop.train(step, total=4)
         loop.save(wait=True)
     for of_chief, restored in ((2, 2), (4, 4), (-1, 4), (3, 4)):  # there is no step 3 here
-        monkeypatch.setattr(workers, "of_chief", lambda strategy, step, s=of_chief: s)
+        monkeypatch.setattr(workers, "step_of_chief", lambda strategy, step, s=of_chief: s)
         resumed = make_loop(directory=tmp_path)
         assert resumed.restore().step == resumed.global_step == restored
         resumed.checkpoints.close()

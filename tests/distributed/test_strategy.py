@@ -71,6 +71,7 @@ def test_auto_is_one_of_them(replicas, words):
 
 
 def test_what_auto_chooses_has_a_name():
+    """`test_every_strategy_trains_alike` trains it."""
     options = {"replicas": 2, "cross_device_ops": "reduction_to_one_device"}
     placement = make_strategy("mirrored", **options)
     operation = placement.strategy.extended._cross_device_ops

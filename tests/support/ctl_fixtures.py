@@ -112,7 +112,7 @@ def zygote(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def job(zygote):
-    """``with job(out, "fault=kill", workers=3) as processes:``, see `jobs.start_job`."""
+    """``with job(out, "fault=kill", workers=3) as processes:``, see `worker_jobs.start_job`."""
     return functools.partial(start_job, zygote)
 
 

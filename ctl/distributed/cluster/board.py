@@ -53,7 +53,8 @@ class Machine:
         code: exit code of its worker of that plan; -1 while it runs.
         trained: whether that worker has finished a call of its loop.
         broken: whether that worker has lost another.
-        joins: whether it has asked that worker to stop, so that other machines can join.
+        joins: whether it has asked that worker to stop; the job goes on, with other machines or
+            without this one.
         beat: how many records came before this one.
     """
 

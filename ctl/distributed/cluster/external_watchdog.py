@@ -6,7 +6,7 @@ of Python can give up. A second process can: it runs `main`. It names the tasks 
 and ends the first process by a signal whose handler is C's ``_exit``. The handler is called with
 the number of the signal, so that is the exit code.
 
-While they are connected, it also does what SIGTERM and Ctrl-C ask for, if they come to the
+While TensorFlow connects them, it also does what SIGTERM and Ctrl-C ask for, if they come to the
 process group, as those of a launcher do. TensorFlow takes SIGTERM for itself then, and does nothing
 about it.
 """

@@ -31,7 +31,7 @@ _ALSO = ("keras", "tensorflow", "ctl.data", "ctl.jobs.models", "ctl.logs.sinks",
 
 _PROGRAM = f"from {__name__} import serve; serve()"
 
-_IMPORT_SECONDS, _FORK_SECONDS = 120.0, 20.0
+_IMPORT_SECONDS, _FORK_SECONDS, _DEATH_SECONDS = 120.0, 20.0, 10.0
 
 _HELD = {signal.SIGTERM, signal.SIGINT}  # in the server, and in a fork until `_become_worker`
 
@@ -127,7 +127,7 @@ class ForkServer:
         except (OSError, ValueError) as error:
             self._end()
             if self._stopped():
-                raise Preempted("stopped by a signal, before the training") from error
+                raise Preempted("stopped by a signal before the workers had started") from error
             return None
 
     def _fork(self, environ: Mapping[str, str], descriptors: Sequence[int]) -> Fork:
@@ -156,7 +156,8 @@ class ForkServer:
     def _end(self) -> None:
         if self._process:
             self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a disk or a device holds it
+                self._process.wait(_DEATH_SECONDS)
             self._process = None
             self._socket.close()
 

@@ -21,8 +21,8 @@ from ctl.errors import CheckpointError, DivergedError, PeerError, Preempted, Usa
 # seconds, it cannot tell which machines are.
 SILENT_SECONDS, _FIRST_LOOK_SECONDS = 10.0, 3.0
 
-# The same when a worker of the plan has lost another; and for those of a plan, before others begin
-# without all of them: the board may have lost them, while they train.
+# The same when a worker of the plan has lost another; and before others begin with none of the
+# machines of a plan: the board may have lost these while they train.
 _SILENT_AFTER_A_LOSS_SECONDS, _ALL_SILENT_SECONDS = 4.0, 60.0
 
 _END_SECONDS = 5.0  # for the last record; a directory may hang
@@ -57,7 +57,8 @@ class View:
         plan: the newest.
         machines: all records, also of machines that are lost.
         there: names of those whose records change.
-        silent: seconds since a member of the plan has changed its record.
+        silent: seconds since a member of the plan has changed its record; infinite if this launcher
+            has seen none change.
     """
 
     plan: Plan

@@ -145,6 +145,6 @@ def _not_listening(cluster: Cluster) -> dict[int, str]:
         return ""
 
     others = {i: address for i, address in enumerate(cluster.workers) if i != cluster.index}
-    with ThreadPoolExecutor(max(1, len(others))) as threads:  # many may be cut off at once
+    with ThreadPoolExecutor(min(64, len(others) + 1)) as threads:  # many may be cut off at once
         answers = zip(others, threads.map(ask, others.values()), strict=True)
         return {index: why for index, why in answers if why}

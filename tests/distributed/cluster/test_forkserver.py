@@ -153,7 +153,7 @@ def test_without_a_server_there_is_no_worker(here):
 def test_a_signal_ends_the_wait_for_the_import(here):
     asked: list[None] = []
     server = ForkServer(command(here), lambda: asked.append(None) or len(asked) >= 3)
-    with pytest.raises(Preempted, match="before the training"):
+    with pytest.raises(Preempted, match="before the workers had started"):
         start(server)
 
 
