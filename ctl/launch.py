@@ -30,7 +30,7 @@ from absl import flags
 
 from ctl.distributed.cluster import addresses, board, elastic, members, secret
 from ctl.distributed.cluster.external_watchdog import ask_grpc
-from ctl.distributed.cluster.forkserver import Fork, ForkServer
+from ctl.distributed.cluster.forkserver import DEATH_SECONDS, Fork, ForkServer
 from ctl.distributed.cluster.guard import Guard
 from ctl.distributed.cluster.machines import (
     FINAL,
@@ -88,7 +88,6 @@ _FROZEN = "is frozen"
 _WITHOUT_THIS_ONE = "the other machines have gone on without this one"
 
 _LONGEST_BACKOFF, _LAST_LINES_SECONDS = 30.0, 5.0  # a grandchild may keep a pipe open
-_DEATH_SECONDS = 10.0  # after SIGKILL; a hung disk or device may hold a process for ever
 
 THREADS = "TF_NUM_INTRAOP_THREADS"
 
@@ -602,10 +601,11 @@ class _Job:
         try:
             for task in self._tasks:
                 self._start(task)
-        except (OSError, Preempted) as error:
+        except Preempted:
             self.end(0.0)
-            if isinstance(error, Preempted):
-                raise
+            raise
+        except OSError as error:
+            self.end(0.0)
             raise UsageError(f"cannot start {command[0]}: {error.strerror}") from error
 
     def _start(self, task: _Task, pipe: int | None = None) -> None:
@@ -726,7 +726,7 @@ class _Job:
             return
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
-        _wait_until(lambda: process.poll() is not None, _DEATH_SECONDS, every=0.005)
+        _wait_until(lambda: process.poll() is not None, DEATH_SECONDS, every=0.005)
         task.killed = True
         if process.poll() is None:
             _say(f"{task.name} cannot be killed: a disk or a device holds it; going on without it")

@@ -339,7 +339,7 @@ def test_a_process_that_cannot_be_killed_is_done_without(monkeypatch, capsys):
     """A thread in a system call of a hung disk. Its number stays with the guard; that of one that
     has ended is killed once, since it may be given out again."""
     killed, forgotten = [], []
-    monkeypatch.setattr(launch, "_DEATH_SECONDS", 0.05)
+    monkeypatch.setattr(launch, "DEATH_SECONDS", 0.05)
     monkeypatch.setattr(os, "killpg", lambda group, number: killed.append(group))
     job = object.__new__(launch._Job)
     job._guard = SimpleNamespace(forget=forgotten.append)

@@ -31,7 +31,8 @@ _ALSO = ("keras", "tensorflow", "ctl.data", "ctl.jobs.models", "ctl.logs.sinks",
 
 _PROGRAM = f"from {__name__} import serve; serve()"
 
-_IMPORT_SECONDS, _FORK_SECONDS, _DEATH_SECONDS = 120.0, 20.0, 10.0
+_IMPORT_SECONDS, _FORK_SECONDS = 120.0, 20.0
+DEATH_SECONDS = 10.0  # after SIGKILL; a hung disk or device may hold a process for ever
 
 _HELD = {signal.SIGTERM, signal.SIGINT}  # in the server, and in a fork until `_become_worker`
 
@@ -157,7 +158,7 @@ class ForkServer:
         if self._process:
             self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # a disk or a device holds it
-                self._process.wait(_DEATH_SECONDS)
+                self._process.wait(DEATH_SECONDS)
             self._process = None
             self._socket.close()
 

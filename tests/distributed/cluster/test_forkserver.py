@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from ctl.distributed.cluster import elastic
 from ctl.distributed.cluster.forkserver import Fork, ForkServer
@@ -54,9 +55,7 @@ def environ(**more: str) -> dict[str, str]:
 
 
 def code_of(worker: Fork) -> int | None:
-    deadline = time.monotonic() + 60.0
-    while worker.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: worker.poll() is not None, timeout=60)
     return worker.poll()
 
 
