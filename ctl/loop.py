@@ -524,8 +524,9 @@ class Loop:
         Several workers check that they agree (`agree`), at first and after each change of settings.
         All workers must make the same changes.
         """
+        key = self.step.trace_key
         jit.decide(self.step, self.dataset)
-        settings = self.step.trace_key[1:]
+        settings = key._replace(jit_compile=self.step.jit_compile)[1:]
         self._check()
         self.step.updater.renew_copies()
         if (self._feed_step, self._agreed) == (step, settings):

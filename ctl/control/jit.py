@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +19,10 @@ from absl import logging
 
 from ctl.data.dataset import Dataset
 from ctl.data.in_memory import InMemory
-from ctl.distributed import replicas
+from ctl.distributed import local_batch, replicas
 from ctl.phases import losses
 from ctl.phases.metrics import Accuracy
+from ctl.phases.plan.graph import Graph, Node, Tensor, constant, flops, reach
 from ctl.schedule import schedules
 from ctl.step import TrainStep
 
@@ -30,12 +33,50 @@ from ctl.step import TrainStep
 _MOST_PRODUCTS = {"CPU": 64 << 20, "GPU": 128 << 20}
 _MOST_VARIABLES = 64  # the time to compile grows with them
 
-_LAYERS = (
-    *(keras.layers.InputLayer, keras.layers.Dense, keras.layers.Activation, keras.layers.ReLU),
-    *(keras.layers.Flatten, keras.layers.Reshape, keras.layers.Rescaling),
-    *(keras.layers.BatchNormalization, keras.layers.LayerNormalization),
+# Of a matrix product in a loop, as that of an LSTM: XLA was twice as fast up to 0.4 million, level
+# with TensorFlow at 0.5 million, and slower from 1 million on.
+_MOST_PRODUCTS_IN_LOOP = 1 << 19
+# Of a tensor. XLA was faster up to 2 million, level at 4 million, and slower at 8 million.
+_MOST_ELEMENTS = 1 << 21
+_MOST_RANDOM = 1 << 17  # numbers in a step, as of Dropout: XLA draws them more slowly
+
+
+def _words(*lines: str) -> frozenset[str]:
+    return frozenset(" ".join(lines).split())
+
+
+# Operations of the forward pass that XLA is known to compile, with their gradients.
+_ON_ALL = _words(
+    # of each element
+    "Abs AddN AddV2 Cast Cos Div DivNoNan Elu Equal Erf Erfc Exp Expm1 FloorMod Greater",
+    "GreaterEqual LeakyRelu Less LessEqual Log Log1p LogicalAnd LogicalNot LogicalOr Maximum",
+    "Minimum Mul Neg NotEqual Pow RealDiv Reciprocal Relu Relu6 Rsqrt Select SelectV2 Selu Sigmoid",
+    "Sign Sin Softplus Softsign Sqrt Square SquaredDifference Sub Tanh",
+    # of matrices, and over an axis
+    "All Any BatchMatMulV2 BiasAdd Einsum L2Loss LogSoftmax MatMul Max Mean Min Prod Softmax Sum",
+    # of shapes
+    "BroadcastTo ConcatV2 Const ExpandDims Fill Identity NoOp OnesLike Pack Pad PadV2 Placeholder",
+    "Range Reshape ReverseV2 Shape Slice Split SplitV Squeeze StopGradient StridedSlice Tile",
+    "Transpose Unpack ZerosLike",
+    # of variables, functions and random numbers
+    "AssignAddVariableOp AssignSubVariableOp AssignVariableOp ReadVariableOp PartitionedCall",
+    "StatefulPartitionedCall StatelessRandomGetKeyCounter StatelessRandomUniformV2",
 )
-_LAYERS_ON_GPU = (*_LAYERS, keras.layers.Conv2D, keras.layers.MaxPooling2D)
+_OPERATIONS = {
+    "CPU": _ON_ALL
+    | _words(
+        "Cumsum GatherV2 MatrixBandPart TensorListFromTensor TensorListGetItem TensorListReserve",
+        "TensorListSetItem TensorListStack While",
+    ),
+    "GPU": _ON_ALL | _words("Conv2D MaxPool"),
+}
+
+# Inputs of operations that XLA must know when it compiles, and that no shape depends on.
+_STATIC = {
+    **{name: slice(1, 2) for name in ("Cumsum", "ReverseV2", "While")},
+    **{"Slice": slice(2, 3), "StridedSlice": slice(1, 4)},
+}
+
 _LOSSES = (losses.cross_entropy, losses.binary_cross_entropy, losses.mean_squared_error)
 _METRICS = (
     *(keras.metrics.SparseCategoricalAccuracy, keras.metrics.CategoricalAccuracy),
@@ -75,7 +116,7 @@ def _shown(step: TrainStep) -> str:
 
 def why_not(step: TrainStep, dataset: Dataset) -> str | None:
     """Returns why the rule leaves out XLA, for the log; None if XLA compiles the step."""
-    for check in (_placement, _model, _settings, _code, _size):
+    for check in (_placement, _settings, _code, _size, _model):  # the last takes longest
         if reason := check(step, dataset):
             return reason
     return None
@@ -108,6 +149,8 @@ def _settings(step: TrainStep, dataset: Dataset) -> str | None:
         return "accumulate_steps is set"
     if step.jit_update is False:
         return "jit_update is off"
+    if any(step.tables):
+        return "an embedding table is trained by rows"
     if len(step.updater.groups) > 1:
         return "there are several parameter groups"
     return None
@@ -132,30 +175,70 @@ def _code(step: TrainStep, dataset: Dataset) -> str | None:
     return None
 
 
+# For each step, the version of its Python values and what `_operations` found for it.
+_found: weakref.WeakKeyDictionary[TrainStep, tuple[int, str | None]] = weakref.WeakKeyDictionary()
+
+
 def _model(step: TrainStep, dataset: Dataset) -> str | None:
-    known = _LAYERS_ON_GPU if _device(step) == "GPU" else _LAYERS
-    for layer in replicas.layers_of(step.model):
-        kind, operations = type(layer).__name__, getattr(layer, "operations", [])
-        if type(layer) is not keras.Sequential and not (operations and _is_of_keras(layer)):
-            if type(layer) not in known:
-                return f"layer {layer.name} ({kind})"
-            if layer.dtype_policy.name != "float32":
-                return f"layer {layer.name} is of {layer.dtype_policy.name}"
-        called = [getattr(layer, name, None) for name in _CALLED]
-        if "call" in vars(layer) or not all(f is None or _is_of_keras(f) for f in called):
-            return f"layer {layer.name} ({kind}) has a function of its own"
-        if other := [op for op in operations if not isinstance(op, keras.Layer)]:
-            return f"operation {other[0].name} ({type(other[0]).__name__})"
-        if kind == "Dense" and len(layer.get_build_config()["input_shape"]) != 2:
-            return f"layer {layer.name} (Dense) has inputs of rank 3 or more"
+    version, reason = _found.get(step, (None, None))
+    if version != step.trace_guards.version:
+        version, reason = _found[step] = step.trace_guards.version, _operations(step, dataset)
+    return reason
+
+
+def _operations(step: TrainStep, dataset: Any) -> str | None:
+    """Traces the forward pass of the model alone, and looks at its operations."""
+    size = dataset.global_batch_size
+    spec = tf.nest.map_structure(
+        lambda array: tf.TensorSpec([size, *array.shape[1:]], array.dtype), dataset.arrays
+    )
+    if not local_batch.has_parts(spec):
+        return "batches are not (features, labels)"
+
+    def forward(features: Any) -> Any:
+        return step.model(step.preprocess(features), training=True), step.model.losses
+
+    try:
+        traced = tf.function(forward).get_concrete_function(spec[0])
+    except Exception as error:  # that of the step is shown when it is traced
+        return f"the model alone cannot be traced: {type(error).__name__}"
+    nodes = Graph(traced.graph.as_graph_def(add_shapes=True)).nodes
+    for node in nodes:
+        if reason := _operation(node, _OPERATIONS[_device(step)]):
+            return f"operation {node.op} ({node.name}) {reason}"
+    drawn = sum(_elements(node) for node in nodes if node.op.startswith("StatelessRandomUniform"))
+    return None if drawn <= _MOST_RANDOM else f"TensorFlow draws {drawn} random numbers faster"
+
+
+def _operation(node: Node, known: frozenset[str]) -> str | None:
+    if node.op not in known:
+        return "was not measured, or not found to gain"
+    if any(shape is None or -1 in shape for shape in node.shapes):
+        return "has a shape that is not known"
+    types = [tf.as_dtype(a.type) for a in node.attr.values() if a.WhichOneof("value") == "type"]
+    if other := [t.name for t in types if t.is_floating and t != tf.float32]:
+        return f"is of {other[0]}"
+    if _elements(node) > _MOST_ELEMENTS:
+        return f"has {_elements(node)} elements, which TensorFlow computes faster"
+    if node.op in _STATIC and not all(map(_is_static, node.inputs[_STATIC[node.op]])):
+        return "depends on values of the batch where XLA needs a constant"
+    if node.in_loop and flops(node) // 2 > _MOST_PRODUCTS_IN_LOOP:
+        return "is in a loop, and TensorFlow multiplies matrices of this size faster"
     return None
 
 
-# Attributes of layers that may be functions of the user.
-_CALLED = (
-    *("activation", "kernel_regularizer", "bias_regularizer", "activity_regularizer"),
-    *("beta_regularizer", "gamma_regularizer"),
-)
+def _is_static(tensor: Tensor) -> bool:
+    """Whether XLA knows the value of ``tensor`` when it compiles; for the length of a loop, also
+    whether there is one: without, it is -1."""
+    if (value := constant(tensor)) is not None:
+        return value.ndim > 0 or value != -1
+    before = reach([tensor.node], lambda node: [tensor.node for tensor in node.inputs])
+    data = "Placeholder", "ReadVariableOp"
+    return not any(node.in_loop or node.op in data for node in (tensor.node, *before))
+
+
+def _elements(node: Node) -> int:
+    return max((math.prod(shape or ()) for shape in node.shapes), default=0)
 
 
 def _size(step: TrainStep, dataset: Dataset) -> str | None:

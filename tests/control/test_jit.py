@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import BATCH, CLASSES, FEATURES, adam, examples, make_loop
+from helpers import BATCH, CLASSES, FEATURES, adam, examples, make_loop, sgd
 
 from ctl.control import jit
 from ctl.data import InMemory
@@ -30,13 +31,52 @@ def outputs():
     return keras.layers.Dense(CLASSES)
 
 
-def with_operation():
-    inputs = keras.Input([FEATURES])
-    return keras.Model(inputs, keras.ops.sin(keras.layers.Dense(CLASSES)(inputs)))
+class Own(keras.layers.Layer):
+    """Computes ``function`` of its inputs."""
+
+    def __init__(self, function=tf.sin):
+        super().__init__()
+        self.function = function
+
+    def call(self, inputs):
+        return self.function(inputs)
+
+    def compute_output_shape(self, shape):
+        return shape
 
 
-class Own(keras.layers.Dense):
-    pass
+def own(function):
+    return {"model": model(Own(function), outputs())}
+
+
+def by_python(tensor):
+    return tf.ensure_shape(tf.numpy_function(lambda x: x, [tensor], tf.float32), tensor.shape)
+
+
+@tf.custom_gradient
+def gradient_by_python(tensor):
+    return tensor, by_python
+
+
+def of_the_batch(tensor):
+    """An index or a length that XLA would have to know: 1."""
+    return 1 + tf.cast(0 * tensor[0, 0], tf.int32)
+
+
+@tf.function
+def loop_of_the_batch(tensor):
+    for _ in tf.range(of_the_batch(tensor)):
+        tensor = 2.0 * tensor
+    return tensor
+
+
+def one_dimensional():
+    layers = keras.layers
+    return model(layers.Reshape((-1, 1)), layers.Conv1D(2, 3), layers.Flatten(), outputs())()
+
+
+def recurrent(units):
+    return lambda: model(keras.layers.LSTM(units), outputs(), features=(4, FEATURES))()
 
 
 class OwnStep(TrainStep):
@@ -53,20 +93,28 @@ def strings():
     return InMemory((features, labels, labels.astype("S")), global_batch_size=BATCH)
 
 
-def of_rank_3():
+def steps_of_features():
     features, labels = examples()
     return InMemory((features[:, None].repeat(4, axis=1), labels), global_batch_size=BATCH)
 
 
 OTHERS = {
     "several replicas": {"replicas": 2},
-    "layer conv": {"model": model(keras.layers.Conv1D(2, 3, name="conv"), features=(FEATURES, 1))},
-    "Own": {"model": model(Own(CLASSES))},
-    "function of its own": {"model": model(keras.layers.Dense(CLASSES, activation=lambda x: x))},
-    "layer own": {"model": model(keras.layers.Dense(CLASSES, bias_regularizer=abs, name="own"))},
-    "operation sin": {"model": with_operation},
-    "rank 3": {"model": model(outputs(), features=(4, FEATURES)), "data": of_rank_3},
-    "mixed_bfloat16": {"model": model(keras.layers.Dense(CLASSES, dtype="mixed_bfloat16"))},
+    "operation Conv2D (": {"model": one_dimensional},
+    "operation PyFunc (": own(by_python),
+    "operation IdentityN (": own(gradient_by_python),
+    "operation Where (": own(lambda x: tf.ensure_shape(tf.boolean_mask(x, x[:, 0] < 9), x.shape)),
+    "operation RandomStandardNormal (": own(lambda x: x + tf.random.normal(x.shape)),
+    "operation TopKV2 (": {"model": model(keras.layers.Dense(CLASSES, bias_regularizer=tf.sort))},
+    "a shape that is not known": own(loop_of_the_batch),
+    "where XLA needs a constant": own(lambda x: x + x[:, of_the_batch(x)][:, None]),
+    "is of bfloat16": {"model": model(keras.layers.Dense(CLASSES, dtype="mixed_bfloat16"))},
+    "is in a loop": {"model": recurrent(128), "data": steps_of_features},
+    "has 33554432 elements": own(lambda x: x + tf.reduce_sum(tf.ones([1 << 25]))),
+    "draws 262144 random numbers": own(
+        lambda x: x + tf.reduce_sum(tf.random.stateless_uniform([1 << 18], [1, 2]))
+    ),
+    "the model alone cannot be traced": own(lambda x: x * (1 // (x.shape[0] is None))),
     "GlobalBatches": {"data": in_file},
     "not all numbers": {"data": strings},
     "OwnStep": {"step_class": OwnStep},
@@ -97,6 +145,7 @@ def test_what_is_not_known_to_gain_and_to_work_is_not_compiled(mirrored, reason)
 def on_gpu(monkeypatch, of):
     """Pretends that the weights of ``of`` are on a GPU."""
     monkeypatch.setattr(jit, "_device", lambda step: "GPU")
+    jit._found.clear()
     of.step.jit_compile = of.step.jit_by_rule = None
     jit.decide(of.step, of.dataset)
     return jit.why_not(of.step, of.dataset)
@@ -113,8 +162,46 @@ def test_on_a_gpu_convolutions_are_compiled_too(mirrored, monkeypatch):
     each = loop(mirrored, model=convnet, data=small_images)
     assert "Conv2D" in jit.why_not(each.step, each.dataset)
     assert on_gpu(monkeypatch, each) is None and each.step.jit_compile is True
-    each = loop(mirrored, **OTHERS["layer conv"])  # of one dimension: nobody measured it
-    assert "Conv1D" in on_gpu(monkeypatch, each) and each.step.jit_compile is False
+    each = loop(mirrored, model=recurrent(2), data=steps_of_features)
+    assert "operation TensorList" in on_gpu(monkeypatch, each)  # nobody measured it there
+
+
+def of_many_layers():
+    """Those of a GNN, of recurrent networks and of transformers, with code of the user's."""
+    layers = keras.layers
+    inputs = keras.Input([FEATURES])
+    hidden = layers.Embedding(8, 4)(keras.ops.cast(4 * keras.ops.sigmoid(inputs), "int32"))
+    hidden = layers.Bidirectional(layers.LSTM(3, return_sequences=True))(hidden)
+    hidden += layers.MultiHeadAttention(2, 3)(hidden, hidden, use_causal_mask=True)
+    hidden = layers.Dense(4, "gelu", kernel_regularizer="l2")(layers.LayerNormalization()(hidden))
+    hidden = layers.GRU(4)(Own()(keras.ops.matmul(hidden, keras.ops.transpose(hidden, (0, 2, 1)))))
+    return keras.Model(inputs, outputs()(hidden))
+
+
+def test_layers_that_gain_are_compiled(mirrored):
+    """The numbers are those without XLA, up to rounding."""
+    ends = []
+    for asked in (None, False):
+        each = loop(mirrored, model=of_many_layers, optimizer=sgd(), seed=1, jit_compile=asked)
+        assert each.step.jit_compile is (asked is None), jit.why_not(each.step, each.dataset)
+        each.train(2)
+        ends.append([v.numpy() for v in each.step.trainable_variables])
+    for compiled, alone in zip(*ends, strict=True):
+        np.testing.assert_allclose(compiled, alone, rtol=1e-4, atol=2e-6)
+
+
+def test_the_model_is_looked_at_again_after_a_change(mirrored, monkeypatch):
+    looked = []
+    looks = jit._operations
+    monkeypatch.setattr(jit, "_operations", lambda *of: looked.append(1) or looks(*of))
+    layer = Own()
+    each = loop(mirrored, model=model(layer, outputs()))
+    each.train(2)
+    each.train(4)
+    assert each.step.jit_compile is True and len(looked) == 1
+    layer.function = by_python
+    each.train(6)
+    assert each.step.jit_compile is False and len(looked) == 2 and each.global_step == 6
 
 
 def test_a_device_that_nobody_measured_is_named(mirrored, monkeypatch):

@@ -60,17 +60,22 @@ class Node:
     control: list[Node] = dataclasses.field(default_factory=list)
     stands_for: list[Tensor] | None = None
 
-    def shape(self, port: int = 0) -> tuple[int, ...] | None:
-        """The shape of output ``port``: -1 for an unknown dimension, None for an unknown rank."""
+    @property
+    def shapes(self) -> list[tuple[int, ...] | None]:
+        """Those of the outputs that are recorded: -1 for an unknown dimension, None for an unknown
+        rank."""
         shapes = self.attr["_output_shapes"].list.shape if self.attr else ()
-        if port >= len(shapes) or shapes[port].unknown_rank:
-            return None
-        return tuple(d.size for d in shapes[port].dim)
+        return [None if s.unknown_rank else tuple(d.size for d in s.dim) for s in shapes]
+
+    def shape(self, port: int = 0) -> tuple[int, ...] | None:
+        """That of output ``port``; None if it is not recorded."""
+        shapes = self.shapes
+        return shapes[port] if port < len(shapes) else None
 
     @property
     def outputs(self) -> int:
         """The number of outputs whose shape is recorded; at least 1."""
-        return max(1, len(self.attr["_output_shapes"].list.shape) if self.attr else 1)
+        return max(1, len(self.shapes))
 
 
 class Graph:
@@ -116,11 +121,11 @@ class Graph:
             yield from (tensor.node for tensor in node.inputs)
             yield from node.control
 
-        return _reach(nodes, before)
+        return reach(nodes, before)
 
     def descendants(self, nodes: Iterable[Node]) -> set[Node]:
         """All nodes that use values of ``nodes``, directly or not."""
-        return _reach(nodes, lambda node: self._followers.get(node, ()))
+        return reach(nodes, lambda node: self._followers.get(node, ()))
 
     def _instantiate(
         self,
@@ -254,7 +259,8 @@ def _real(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _reach(starts: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> set[Node]:
+def reach(starts: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """The nodes to which ``step`` leads from ``starts``, directly or not."""
     seen: set[Node] = set()
     left = list(starts)
     while left:
