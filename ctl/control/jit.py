@@ -36,9 +36,12 @@ _MOST_VARIABLES = 64  # the time to compile grows with them
 # Of a matrix product in a loop, as that of an LSTM: XLA was twice as fast up to 0.4 million, level
 # with TensorFlow at 0.5 million, and slower from 1 million on.
 _MOST_PRODUCTS_IN_LOOP = 1 << 19
-# Of a tensor. XLA was faster up to 2 million, level at 4 million, and slower at 8 million.
-_MOST_ELEMENTS = 1 << 21
+# Of a tensor. On a CPU, XLA was faster up to 2 million, level at 4 million, and slower at 8
+# million. On a GPU, it was faster at 5 million.
+_MOST_ELEMENTS = {"CPU": 1 << 21, "GPU": 1 << 23}
 _MOST_RANDOM = 1 << 17  # numbers in a step, as of Dropout: XLA draws them more slowly
+
+_CONVOLUTIONS = keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D
 
 
 def _words(*lines: str) -> frozenset[str]:
@@ -53,19 +56,20 @@ _ON_ALL = _words(
     "Minimum Mul Neg NotEqual Pow RealDiv Reciprocal Relu Relu6 Rsqrt Select SelectV2 Selu Sigmoid",
     "Sign Sin Softplus Softsign Sqrt Square SquaredDifference Sub Tanh",
     # of matrices, and over an axis
-    "All Any BatchMatMulV2 BiasAdd Einsum L2Loss LogSoftmax MatMul Max Mean Min Prod Softmax Sum",
+    "All Any BiasAdd L2Loss LogSoftmax MatMul Max Mean Min Prod Softmax Sum",
     # of shapes
     "BroadcastTo ConcatV2 Const ExpandDims Fill Identity NoOp OnesLike Pack Pad PadV2 Placeholder",
     "Range Reshape ReverseV2 Shape Slice Split SplitV Squeeze StopGradient StridedSlice Tile",
     "Transpose Unpack ZerosLike",
-    # of variables, functions and random numbers
-    "AssignAddVariableOp AssignSubVariableOp AssignVariableOp ReadVariableOp PartitionedCall",
-    "StatefulPartitionedCall StatelessRandomGetKeyCounter StatelessRandomUniformV2",
+    # of variables and functions
+    "AssignAddVariableOp AssignSubVariableOp AssignVariableOp PartitionedCall ReadVariableOp",
+    "StatefulPartitionedCall",
 )
 _OPERATIONS = {
     "CPU": _ON_ALL
     | _words(
-        "Cumsum GatherV2 MatrixBandPart TensorListFromTensor TensorListGetItem TensorListReserve",
+        "BatchMatMulV2 Cumsum Einsum GatherV2 MatrixBandPart StatelessRandomGetKeyCounter",
+        "StatelessRandomUniformV2 TensorListFromTensor TensorListGetItem TensorListReserve",
         "TensorListSetItem TensorListStack While",
     ),
     "GPU": _ON_ALL | _words("Conv2D MaxPool"),
@@ -180,6 +184,10 @@ _found: weakref.WeakKeyDictionary[TrainStep, tuple[int, str | None]] = weakref.W
 
 
 def _model(step: TrainStep, dataset: Dataset) -> str | None:
+    if _device(step) == "CPU":  # a ResNet is traced in 0.2 s
+        for layer in replicas.layers_of(step.model):
+            if isinstance(layer, _CONVOLUTIONS):
+                return f"TensorFlow is faster with convolutions ({layer.name})"
     version, reason = _found.get(step, (None, None))
     if version != step.trace_guards.version:
         version, reason = _found[step] = step.trace_guards.version, _operations(step, dataset)
@@ -202,23 +210,23 @@ def _operations(step: TrainStep, dataset: Any) -> str | None:
         traced = tf.function(forward).get_concrete_function(spec[0])
     except Exception as error:  # that of the step is shown when it is traced
         return f"the model alone cannot be traced: {type(error).__name__}"
-    nodes = Graph(traced.graph.as_graph_def(add_shapes=True)).nodes
+    device, nodes = _device(step), Graph(traced.graph.as_graph_def(add_shapes=True)).nodes
     for node in nodes:
-        if reason := _operation(node, _OPERATIONS[_device(step)]):
+        if reason := _operation(node, device):
             return f"operation {node.op} ({node.name}) {reason}"
     drawn = sum(_elements(node) for node in nodes if node.op.startswith("StatelessRandomUniform"))
     return None if drawn <= _MOST_RANDOM else f"TensorFlow draws {drawn} random numbers faster"
 
 
-def _operation(node: Node, known: frozenset[str]) -> str | None:
-    if node.op not in known:
-        return "was not measured, or not found to gain"
+def _operation(node: Node, device: str) -> str | None:
+    if node.op not in _OPERATIONS[device]:
+        return "was not found to gain"
     if any(shape is None or -1 in shape for shape in node.shapes):
         return "has a shape that is not known"
     types = [tf.as_dtype(a.type) for a in node.attr.values() if a.WhichOneof("value") == "type"]
     if other := [t.name for t in types if t.is_floating and t != tf.float32]:
         return f"is of {other[0]}"
-    if _elements(node) > _MOST_ELEMENTS:
+    if _elements(node) > _MOST_ELEMENTS[device]:
         return f"has {_elements(node)} elements, which TensorFlow computes faster"
     if node.op in _STATIC and not all(map(_is_static, node.inputs[_STATIC[node.op]])):
         return "depends on values of the batch where XLA needs a constant"
