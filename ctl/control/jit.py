@@ -20,7 +20,7 @@ from absl import logging
 from ctl.data.dataset import Dataset
 from ctl.data.in_memory import InMemory
 from ctl.distributed import local_batch, replicas
-from ctl.phases import losses
+from ctl.phases import labels, losses
 from ctl.phases.metrics import Accuracy
 from ctl.phases.plan.graph import Graph, Node, Tensor, constant, flops, reach
 from ctl.schedule import schedules
@@ -31,7 +31,8 @@ from ctl.step import TrainStep
 # million. On a GPU, the largest step that was measured had 89 million, and took 0.20
 # (benchmarks/README.md).
 _MOST_PRODUCTS = {"CPU": 64 << 20, "GPU": 128 << 20}
-_MOST_VARIABLES = 64  # the time to compile grows with them
+_MOST_VARIABLES = 64  # the time to compile grows with them,
+_MOST_OPERATIONS = 600  # and with these of the forward pass
 
 # Of a matrix product in a loop, as that of an LSTM: XLA was twice as fast up to 0.4 million, level
 # with TensorFlow at 0.5 million, and slower from 1 million on.
@@ -75,11 +76,21 @@ _OPERATIONS = {
     "GPU": _ON_ALL | _words("Conv2D MaxPool"),
 }
 
-# Inputs of operations that XLA must know when it compiles, and that no shape depends on.
+# Inputs that XLA must know when it compiles. TensorFlow checks some, as XLA does not: where a Slice
+# begins, and that nothing is divided by 0.
 _STATIC = {
-    **{name: slice(1, 2) for name in ("Cumsum", "ReverseV2", "While")},
-    **{"Slice": slice(2, 3), "StridedSlice": slice(1, 4)},
+    **dict.fromkeys(_words("All Any Cumsum FloorMod Mean Prod ReverseV2 Sum"), slice(1, 2)),
+    **dict.fromkeys(_words("BroadcastTo ExpandDims Pad PadV2 Reshape Tile Transpose"), slice(1, 2)),
+    **dict.fromkeys(_words("Fill Split StatelessRandomUniformV2"), slice(0, 1)),
+    **{"ConcatV2": slice(-1, None), "GatherV2": slice(2, 3), "Range": slice(0, 3)},
+    **{"Slice": slice(1, 3), "SplitV": slice(1, 3), "StridedSlice": slice(1, 4)},
+    **{"TensorListReserve": slice(0, 2), "While": slice(1, 2)},
 }
+# From the features to ids: a table has those that the data have, which are checked before.
+_OF_IDS = _words(
+    "AddV2 Cast ConcatV2 Const ExpandDims Fill Identity Less Pack Placeholder Range Reshape",
+    "SelectV2 Split Squeeze StridedSlice Transpose",
+)
 
 _LOSSES = (losses.cross_entropy, losses.binary_cross_entropy, losses.mean_squared_error)
 _METRICS = (
@@ -191,6 +202,7 @@ def _model(step: TrainStep, dataset: Dataset) -> str | None:
     version, reason = _found.get(step, (None, None))
     if version != step.trace_guards.version:
         version, reason = _found[step] = step.trace_guards.version, _operations(step, dataset)
+        step.trace_guards.snapshot(step)  # a layer may count its calls
     return reason
 
 
@@ -204,18 +216,45 @@ def _operations(step: TrainStep, dataset: Any) -> str | None:
         return "batches are not (features, labels)"
 
     def forward(features: Any) -> Any:
-        return step.model(step.preprocess(features), training=True), step.model.losses
+        with keras.StatelessScope(collect_losses=True) as scope:  # the layers keep no losses
+            outputs = step.model(step.preprocess(features), training=True)
+        weights = [v for v in step.model.trainable_variables if v.regularizer]
+        return outputs, scope.losses, [v.regularizer(v.value) for v in weights]
 
     try:
         traced = tf.function(forward).get_concrete_function(spec[0])
     except Exception as error:  # that of the step is shown when it is traced
         return f"the model alone cannot be traced: {type(error).__name__}"
-    device, nodes = _device(step), Graph(traced.graph.as_graph_def(add_shapes=True)).nodes
-    for node in nodes:
-        if reason := _operation(node, device):
+    graph = Graph(traced.graph.as_graph_def(add_shapes=True))
+    if len(graph.nodes) > _MOST_OPERATIONS:
+        return f"{len(graph.nodes)} operations take long to compile"
+    device, tables = _device(step), _tables(step, traced, graph)
+    for node in graph.nodes:
+        if reason := _operation(node, device) or _lookup(node, tables):
             return f"operation {node.op} ({node.name}) {reason}"
-    drawn = sum(_elements(node) for node in nodes if node.op.startswith("StatelessRandomUniform"))
+    drawn = sum(_elements(n) for n in graph.nodes if n.op.startswith("StatelessRandomUniform"))
     return None if drawn <= _MOST_RANDOM else f"TensorFlow draws {drawn} random numbers faster"
+
+
+def _tables(step: TrainStep, traced: Any, graph: Graph) -> set[Node]:
+    """The tables whose rows become NaN under XLA where an id is wrong."""
+    layers = labels.embeddings(step.tracked.layer)
+    handles = {id(layer.embeddings.value.handle) for layer in layers}
+    captures = traced.graph.captures
+    return {graph.main[inner.op.name] for outer, inner in captures if id(outer) in handles}
+
+
+def _lookup(node: Node, tables: set[Node]) -> str | None:
+    if node.op != "GatherV2":
+        return None
+    table, ids = (tensor.node for tensor in node.inputs[:2])
+    while table.op in ("Identity", "ReadVariableOp"):
+        table = table.inputs[0].node
+    if table not in tables:
+        return "is no lookup of an Embedding, and XLA checks no index"
+    if any(one.op not in _OF_IDS for one in _before(ids)):
+        return "looks up ids that the model computes, and XLA checks no id"
+    return None
 
 
 def _operation(node: Node, device: str) -> str | None:
@@ -228,21 +267,39 @@ def _operation(node: Node, device: str) -> str | None:
         return f"is of {other[0]}"
     if _elements(node) > _MOST_ELEMENTS[device]:
         return f"has {_elements(node)} elements, which TensorFlow computes faster"
-    if node.op in _STATIC and not all(map(_is_static, node.inputs[_STATIC[node.op]])):
-        return "depends on values of the batch where XLA needs a constant"
+    if not all(map(_is_static, node.inputs[_STATIC.get(node.op, slice(0))])):
+        return "depends on values where XLA needs a constant"
+    if node.op == "While" and constant(node.inputs[1]) == -1:
+        return "has no greatest length"
+    if node.op in ("Max", "Min") and not all(map(_is_static, node.inputs)):
+        return "loses a NaN under XLA"
+    if node.attr["resize_if_index_out_of_bounds"].b:
+        return "makes a TensorArray longer, which XLA cannot"
     if node.in_loop and flops(node) // 2 > _MOST_PRODUCTS_IN_LOOP:
         return "is in a loop, and TensorFlow multiplies matrices of this size faster"
     return None
 
 
 def _is_static(tensor: Tensor) -> bool:
-    """Whether XLA knows the value of ``tensor`` when it compiles; for the length of a loop, also
-    whether there is one: without, it is -1."""
-    if (value := constant(tensor)) is not None:
-        return value.ndim > 0 or value != -1
-    before = reach([tensor.node], lambda node: [tensor.node for tensor in node.inputs])
-    data = "Placeholder", "ReadVariableOp"
-    return not any(node.in_loop or node.op in data for node in (tensor.node, *before))
+    """Whether XLA knows the value of ``tensor`` when it compiles."""
+    if constant(tensor) is not None:
+        return True
+    nodes = _before(tensor.node)
+    # What a loop changes has its first value, from outside of the loop, as an input here.
+    ends = [node for node in nodes if not node.inputs or node.op == "Shape"]
+    return all(n.op in ("Const", "Shape") and n.in_loop == tensor.node.in_loop for n in ends) and (
+        not any(node.op == "While" for node in nodes)
+    )
+
+
+def _before(node: Node) -> set[Node]:
+    """``node``, and all that its value is computed from; only the shape of a tensor, if that is
+    what is taken."""
+
+    def inputs(one: Node) -> list[Node]:
+        return [] if one.op == "Shape" else [tensor.node for tensor in one.inputs]
+
+    return {node} | reach([node], inputs)
 
 
 def _elements(node: Node) -> int:

@@ -614,24 +614,25 @@ def place_of(dataset: Any, first: int, last: int, value: int) -> str:
 def nan_for_wrong_ids(layer: keras.Layer, under_xla: bool | None) -> Iterator[None]:
     """If ``under_xla``, each Embedding in ``layer`` gives NaN inside for ids that it does not have:
     XLA checks no index, and would take the nearest row."""
-    embeddings = []
-    if under_xla:
-        layers = replicas.layers_of(layer)
-        embeddings = [one for one in layers if _is_embedding(one)]
-    own = [vars(one).get("call") for one in embeddings]
-    for one in embeddings:
+    wrapped = embeddings(layer) if under_xla else []
+    own = [vars(one).get("call") for one in wrapped]
+    for one in wrapped:
         vars(one)["call"] = functools.partial(_looked_up, one.call, one.input_dim)
     try:
         yield
     finally:
-        for one, call in zip(embeddings, own, strict=True):
+        for one, call in zip(wrapped, own, strict=True):
             vars(one).pop("call")
             if call is not None:
                 vars(one)["call"] = call
 
 
+def embeddings(layer: keras.Layer) -> list[keras.layers.Embedding]:
+    """Those in ``layer`` that look up the ids that they get: a subclass may make others of them."""
+    return [one for one in replicas.layers_of(layer) if _is_embedding(one)]
+
+
 def _is_embedding(layer: Any) -> bool:
-    """Whether ``layer`` looks up the ids that it gets: a subclass may make others of them."""
     if not isinstance(layer, keras.layers.Embedding):
         return False
     same = type(layer).call is keras.layers.Embedding.call

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -70,9 +72,44 @@ def loop_of_the_batch(tensor):
     return tensor
 
 
+def sum_of_sorted(tensor):
+    return tf.reduce_sum(tf.sort(tensor))
+
+
 def pooled():
     layers = keras.layers
     return model(layers.Reshape((-1, 1)), layers.MaxPooling1D(), layers.Flatten(), outputs())()
+
+
+def with_known_shape(tensor):
+    """XLA would have to know the last axis, whatever its static size is."""
+    reshaped = tf.reshape(tensor, [BATCH, FEATURES * of_the_batch(tensor)])
+    reshaped.set_shape([BATCH, FEATURES])
+    return reshaped
+
+
+def in_long_array(tensor):
+    array = tf.TensorArray(tf.float32, 0, dynamic_size=True, element_shape=tensor.shape)
+    return array.write(0, tensor).read(0)
+
+
+def loop_without_end(tensor):
+    return tf.while_loop(
+        lambda step, _: step < 3, lambda step, x: (step + 1, x * FACTOR), (0, tensor)
+    )[1]
+
+
+FACTOR = tf.Variable(1.1)
+
+
+def of_computed_ids():
+    inputs = keras.Input([FEATURES])
+    ids = keras.ops.cast(4 * keras.ops.sigmoid(inputs), "int32")
+    return keras.Model(inputs, outputs()(keras.layers.Flatten()(keras.layers.Embedding(4, 1)(ids))))
+
+
+def greatest():
+    return model(keras.layers.GlobalMaxPooling1D(), outputs(), features=(4, FEATURES))()
 
 
 def recurrent(units):
@@ -106,8 +143,17 @@ OTHERS = {
     "operation IdentityN (": own(gradient_by_python),
     "operation Where (": own(lambda x: tf.ensure_shape(tf.boolean_mask(x, x[:, 0] < 9), x.shape)),
     "operation RandomStandardNormal (": own(lambda x: x + tf.random.normal(x.shape)),
-    "operation TopKV2 (": {"model": model(keras.layers.Dense(CLASSES, bias_regularizer=tf.sort))},
+    "operation TopKV2 (": {
+        "model": model(keras.layers.Dense(CLASSES, bias_regularizer=sum_of_sorted))
+    },
     "a shape that is not known": own(loop_of_the_batch),
+    "operation Reshape (": own(with_known_shape),
+    "has no greatest length": own(loop_without_end),
+    "makes a TensorArray longer": own(in_long_array),
+    "loses a NaN": {"model": greatest, "data": steps_of_features},
+    "no lookup of an Embedding": own(lambda x: x + tf.gather([1.0, 2.0], tf.cast(x, tf.int32))),
+    "ids that the model computes": {"model": of_computed_ids},
+    "operations take long": own(lambda x: functools.reduce(lambda y, _: y * 0.9, range(700), x)),
     "where XLA needs a constant": own(lambda x: x + x[:, of_the_batch(x)][:, None]),
     "is of bfloat16": {"model": model(keras.layers.Dense(CLASSES, dtype="mixed_bfloat16"))},
     "is in a loop": {"model": recurrent(128), "data": steps_of_features},
@@ -170,8 +216,8 @@ def test_on_a_gpu_convolutions_are_compiled_too(mirrored, monkeypatch):
 def of_many_layers():
     """Those of a GNN, of recurrent networks and of transformers, with code of the user's."""
     layers = keras.layers
-    inputs = keras.Input([FEATURES])
-    hidden = layers.Embedding(8, 4)(keras.ops.cast(4 * keras.ops.sigmoid(inputs), "int32"))
+    inputs = keras.Input([FEATURES], dtype="int32")
+    hidden = layers.Embedding(8, 4)(inputs)
     hidden = layers.Bidirectional(layers.LSTM(3, return_sequences=True))(hidden)
     hidden += layers.MultiHeadAttention(2, 3)(hidden, hidden, use_causal_mask=True)
     hidden = layers.Dense(4, "gelu", kernel_regularizer="l2")(layers.LayerNormalization()(hidden))
@@ -179,16 +225,45 @@ def of_many_layers():
     return keras.Model(inputs, outputs()(hidden))
 
 
+def words():
+    ids = np.random.default_rng(0).integers(8, size=(4 * BATCH, FEATURES))
+    return InMemory((ids, ids.sum(1) % CLASSES), global_batch_size=BATCH)
+
+
 def test_layers_that_gain_are_compiled(mirrored):
     """The numbers are those without XLA, up to rounding."""
     ends = []
     for asked in (None, False):
-        each = loop(mirrored, model=of_many_layers, optimizer=sgd(), seed=1, jit_compile=asked)
+        options = {"model": of_many_layers, "optimizer": sgd(), "seed": 1, "jit_compile": asked}
+        each = loop(mirrored, data=words, **options)
         assert each.step.jit_compile is (asked is None), jit.why_not(each.step, each.dataset)
         each.train(2)
         ends.append([v.numpy() for v in each.step.trainable_variables])
     for compiled, alone in zip(*ends, strict=True):
         np.testing.assert_allclose(compiled, alone, rtol=1e-4, atol=2e-6)
+
+
+class Counting(Own):
+    """Its losses are those of the last call, and it counts its calls."""
+
+    calls = 0
+
+    def call(self, inputs):
+        self.calls += 1
+        self.add_loss(tf.reduce_mean(inputs**2))
+        return self.function(inputs)
+
+
+def test_nobody_sees_that_the_model_was_looked_at(mirrored):
+    layer = Counting()
+    with mirrored(1).scope():
+        trained = model(layer, outputs())()
+    each = loop(mirrored, model=lambda: trained)
+    assert each.step.jit_compile is True and not trained.losses  # those of a graph are of no use
+    each.train(2)
+    traced = layer.calls
+    each.train(4)
+    assert layer.calls == traced  # it is not traced again for what the first trace has counted
 
 
 def test_the_model_is_looked_at_again_after_a_change(mirrored, monkeypatch):

@@ -1,4 +1,4 @@
-"""Small models of many kinds with random examples, for `model_kinds.py`."""
+"""Small models of many kinds with random examples, for `kinds_worker.py`."""
 
 from __future__ import annotations
 
