@@ -76,8 +76,8 @@ _OPERATIONS = {
     "GPU": _ON_ALL | _words("Conv2D MaxPool"),
 }
 
-# Inputs that XLA must know when it compiles. TensorFlow checks some, as XLA does not: where a Slice
-# begins, and that nothing is divided by 0.
+# Inputs that XLA must know when it compiles, and two that TensorFlow checks, and XLA does not: where
+# a Slice begins, and a divisor of integers.
 _STATIC = {
     **dict.fromkeys(_words("All Any Cumsum FloorMod Mean Prod ReverseV2 Sum"), slice(1, 2)),
     **dict.fromkeys(_words("BroadcastTo ExpandDims Pad PadV2 Reshape Tile Transpose"), slice(1, 2)),
@@ -86,7 +86,7 @@ _STATIC = {
     **{"Slice": slice(1, 3), "SplitV": slice(1, 3), "StridedSlice": slice(1, 4)},
     **{"TensorListReserve": slice(0, 2), "While": slice(1, 2)},
 }
-# From the features to ids: a table has those that the data have, which are checked before.
+# From the features to ids, whose values are then those of the data. These are checked before.
 _OF_IDS = _words(
     "AddV2 Cast ConcatV2 Const ExpandDims Fill Identity Less Pack Placeholder Range Reshape",
     "SelectV2 Split Squeeze StridedSlice Transpose",
