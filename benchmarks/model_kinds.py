@@ -19,7 +19,7 @@ from processes import Peer, check_names, in_turn, machine, progress, summary, wr
 from ctl.flags.parsing import group, run_command
 
 KINDS = (
-    *("mlp", "recommender", "gnn", "tab_transformer", "transformer"),
+    *("mlp", "mlp_dropout", "recommender", "gnn", "tab_transformer", "transformer"),
     *("lstm", "bilstm", "gru", "text_cnn", "mobilenet_v3"),
 )
 LOOPS = "ctl", "ctl_off", "plain"
@@ -34,8 +34,9 @@ with group("How"):
 
 
 def measure(kind: str) -> dict[str, dict[str, Any]]:
-    """Of each loop: milliseconds per step of each block, the seconds of the first step, MiB of the
-    peak memory beyond the imports, and the mean loss of the last block."""
+    """Of each loop: whether XLA compiles the step, milliseconds per step of each block, the seconds
+    until the first step has ended, MiB of the peak memory beyond the imports, and the mean loss of
+    the last block."""
     found: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
         peers = {}
@@ -43,9 +44,10 @@ def measure(kind: str) -> dict[str, dict[str, Any]]:
             progress(f"{kind}: {loop} begins")
             command = ["kinds_worker.py", f"--kind={kind}", f"--loop={loop}"]
             peer = peers[loop] = stack.enter_context(Peer(f"{kind}, {loop}", command))
-            peer.answer(_TIMEOUT.value)
-            first = peer.ask(_TIMEOUT.value, steps=1)["seconds"]
-            found[loop] = {"first s": first, "ms": [], "CPU ms": []}
+            about = peer.answer(_TIMEOUT.value)
+            first = about["seconds"] + peer.ask(_TIMEOUT.value, steps=1)["seconds"]
+            compiled = about["jit_compile"]
+            found[loop] = {"XLA": compiled, "first s": first, "ms": [], "CPU ms": []}
             seconds = peer.ask(_TIMEOUT.value, steps=20)["seconds"]
             if loop == "ctl":
                 steps = max(5, int(20 * _SECONDS.value / seconds))
@@ -65,14 +67,17 @@ def main() -> None:
     check_names("--kinds", _KINDS.value, KINDS)
     about = machine(os.getloadavg()[0])
     print(*(f"{key}={value}" for key, value in about.items()))
-    print(f"{'':24}{'first s':>8}{'ms':>9}{'CPU ms':>9}{'MiB':>6}{'over plain: ms':>21}", end="")
+    print(
+        f"{'':24}{'XLA':4}{'first s':>8}{'ms':>9}{'CPU ms':>9}{'MiB':>6}{'over plain: ms':>21}",
+        end="",
+    )
     print(f"{'CPU ms':>19}{'MiB':>7}")
     results = {}
     for kind in _KINDS.value:
         found = results[kind] = measure(kind)
         plain = found["plain"]
         for loop, of in found.items():
-            line = f"{kind:16}{loop:8}{of['first s']:8.1f}"
+            line = f"{kind:16}{loop:8}{'on' if of['XLA'] else '':4}{of['first s']:8.1f}"
             line += "".join(f"{statistics.median(of[key]):9.2f}" for key in ("ms", "CPU ms"))
             line += f"{of['peak MiB']:6.0f}"
             for key in ("ms", "CPU ms"):

@@ -524,7 +524,7 @@ class Loop:
         Several workers check that they agree (`agree`), at first and after each change of settings.
         All workers must make the same changes.
         """
-        key = self.step.trace_key
+        key = self.step.trace_key  # before `decide`, which may trace the model
         jit.decide(self.step, self.dataset)
         settings = key._replace(jit_compile=self.step.jit_compile)[1:]
         self._check()

@@ -38,9 +38,8 @@ def _kind(features: Any, model: keras.Model, batch: int, classes: int = 2) -> Ki
     return Kind(model, features, _RANDOM.integers(0, classes, count).astype("int32"), batch)
 
 
-def _mlp() -> Kind:
+def _mlp(*hidden: keras.Layer) -> Kind:
     features = _RANDOM.normal(size=(_COUNT, 784)).astype("float32")
-    hidden = [layers.Dense(128, "relu"), layers.Dropout(0.2), layers.Dense(128, "relu")]
     return _kind(features, keras.Sequential([*hidden, layers.Dense(2)]), 64)
 
 
@@ -51,7 +50,7 @@ def _recommender() -> Kind:
 
 
 class _GraphConvolution(layers.Layer):
-    """Such models have layers of one's own."""
+    """A layer of the user's, as graph networks have."""
 
     def __init__(self, units: int):
         super().__init__()
@@ -83,10 +82,10 @@ def _gnn() -> Kind:
 def _attended(hidden: Any) -> Any:
     """A block of a transformer, with 4 heads."""
     width = hidden.shape[-1]
-    normal = layers.LayerNormalization()(hidden)
-    hidden += layers.MultiHeadAttention(4, width // 4)(normal, normal)
-    normal = layers.LayerNormalization()(hidden)
-    return hidden + layers.Dense(width)(layers.Dense(2 * width, "gelu")(normal))
+    normalized = layers.LayerNormalization()(hidden)
+    hidden += layers.MultiHeadAttention(4, width // 4)(normalized, normalized)
+    normalized = layers.LayerNormalization()(hidden)
+    return hidden + layers.Dense(width)(layers.Dense(2 * width, "gelu")(normalized))
 
 
 def _tab_transformer() -> Kind:
@@ -129,7 +128,8 @@ def _mobilenet_v3() -> Kind:
 
 
 KINDS: dict[str, Callable[[], Kind]] = {
-    "mlp": _mlp,
+    "mlp": lambda: _mlp(layers.Dense(128, "gelu"), layers.LayerNormalization()),
+    "mlp_dropout": lambda: _mlp(layers.Dense(128, "relu"), layers.Dropout(0.2)),
     "recommender": _recommender,
     "gnn": _gnn,
     "tab_transformer": _tab_transformer,

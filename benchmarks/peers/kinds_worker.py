@@ -1,4 +1,8 @@
-"""Trains a model of a --kind in a --loop, on request of `model_kinds.py`."""
+"""Trains a model of a --kind in a --loop, on request of `model_kinds.py`.
+
+The first answer has ``jit_compile``, and the ``seconds`` in which the loop was made: ctl's rule
+looks at the model then.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ with group("What is trained"):
     )
 
 
-def _plain(kind: Kind) -> Callable[[int], float]:
+def _plain(kind: Kind) -> tuple[Callable[[int], float], bool]:
     """The loop of TensorFlow's tutorials, as `plain_loop.py`."""
     import keras
     import tensorflow as tf
@@ -55,10 +59,10 @@ def _plain(kind: Kind) -> Callable[[int], float]:
         accuracy.result(), accuracy.reset_state()
         return loss
 
-    return train
+    return train, False
 
 
-def _of_ctl(kind: Kind) -> Callable[[int], float]:
+def _of_ctl(kind: Kind) -> tuple[Callable[[int], float], bool]:
     import keras
 
     import ctl
@@ -71,7 +75,11 @@ def _of_ctl(kind: Kind) -> Callable[[int], float]:
     )
     data = ctl.data.InMemory((kind.features, kind.labels), global_batch_size=kind.batch)
     loop = ctl.Loop(step, data)
-    return lambda steps: loop.train(loop.global_step + steps, progress=False)["loss"]
+
+    def train(steps: int) -> float:
+        return loop.train(loop.global_step + steps, progress=False)["loss"]
+
+    return train, bool(step.jit_compile)
 
 
 def _peak_bytes() -> int:
@@ -85,11 +93,13 @@ def build() -> tuple[dict[str, Any], Any]:
 
     imported = _peak_bytes()
     kind = kinds.make(_KIND.value)
-    train = (_plain if _LOOP.value == "plain" else _of_ctl)(kind)
+    began = time.perf_counter()
+    train, compiled = (_plain if _LOOP.value == "plain" else _of_ctl)(kind)
+    made = time.perf_counter() - began
 
     def reply(steps: int) -> dict[str, Any]:
-        """Trains; returns seconds, those of a processor, the mean loss, and the most memory that
-        the process has held beyond what it had imported."""
+        """Trains; returns wall seconds, CPU seconds of all threads, the mean loss, and the most
+        memory that the process has held beyond what it had imported."""
         start, cpu = time.perf_counter(), time.process_time()
         loss = train(steps)
         return {
@@ -99,7 +109,7 @@ def build() -> tuple[dict[str, Any], Any]:
             "peak_bytes": _peak_bytes() - imported,
         }
 
-    return {}, reply
+    return {"seconds": made, "jit_compile": compiled}, reply
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -31,31 +32,35 @@ from ctl.step import TrainStep
 # million. On a GPU, the largest step that was measured had 89 million, and took 0.20
 # (benchmarks/README.md).
 _MOST_PRODUCTS = {"CPU": 64 << 20, "GPU": 128 << 20}
-_MOST_VARIABLES = 64  # the time to compile grows with them,
-_MOST_OPERATIONS = 600  # and with these of the forward pass
-
-# Of a matrix product in a loop, as that of an LSTM: XLA was twice as fast up to 0.4 million, level
-# with TensorFlow at 0.5 million, and slower from 1 million on.
+# The time to compile grows with the variables, and with the operations of the forward pass.
+_MOST_VARIABLES, _MOST_OPERATIONS = 64, 600
+# Of one matrix product in a loop, as that of an LSTM: XLA was twice as fast up to 0.4 million,
+# level with TensorFlow at 0.5 million, and slower from 1 million on.
 _MOST_PRODUCTS_IN_LOOP = 1 << 19
-# Of a tensor. On a CPU, XLA was faster up to 2 million, level at 4 million, and slower at 8
-# million. On a GPU, it was faster at 5 million.
+# Elements of a tensor. On a CPU, XLA was faster up to 2 million, level at 4 million, and slower at
+# 8 million. On a GPU, it was faster at 5 million.
 _MOST_ELEMENTS = {"CPU": 1 << 21, "GPU": 1 << 23}
-_MOST_RANDOM = 1 << 17  # numbers in a step, as of Dropout: XLA draws them more slowly
 
-_CONVOLUTIONS = keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D
+# Layers that were found to lose, or that nobody measured.
+_LAYERS_WITHOUT = {
+    "CPU": (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D),
+    "GPU": (keras.layers.Conv1D,),
+}
 
 
 def _words(*lines: str) -> frozenset[str]:
     return frozenset(" ".join(lines).split())
 
 
-# Operations of the forward pass that XLA is known to compile, with their gradients.
-_ON_ALL = _words(
+# Operations of the forward pass that XLA is known to compile, with their gradients. Random numbers
+# are none of them: XLA may draw those of a Dropout again for each product that they are in, and a
+# step took 4 times as long.
+_ON_ALL_DEVICES = _words(
     # of each element
-    "Abs AddN AddV2 Cast Cos Div DivNoNan Elu Equal Erf Erfc Exp Expm1 FloorMod Greater",
-    "GreaterEqual LeakyRelu Less LessEqual Log Log1p LogicalAnd LogicalNot LogicalOr Maximum",
-    "Minimum Mul Neg NotEqual Pow RealDiv Reciprocal Relu Relu6 Rsqrt Select SelectV2 Selu Sigmoid",
-    "Sign Sin Softplus Softsign Sqrt Square SquaredDifference Sub Tanh",
+    "Abs AddN AddV2 Cast Cos DivNoNan Elu Equal Erf Erfc Exp Expm1 FloorMod Greater",
+    "GreaterEqual IdentityN LeakyRelu Less LessEqual Log Log1p LogicalAnd LogicalNot LogicalOr",
+    "Maximum Minimum Mul Neg NotEqual Pow RealDiv Reciprocal Relu Relu6 Rsqrt Select SelectV2 Selu",
+    "Sigmoid Sign Sin Softplus Softsign Sqrt Square SquaredDifference Sub Tanh",
     # of matrices, and over an axis
     "All Any BiasAdd L2Loss LogSoftmax MatMul Max Mean Min Prod Softmax Sum",
     # of shapes
@@ -67,30 +72,25 @@ _ON_ALL = _words(
     "StatefulPartitionedCall",
 )
 _OPERATIONS = {
-    "CPU": _ON_ALL
+    "CPU": _ON_ALL_DEVICES
     | _words(
-        "BatchMatMulV2 Cumsum Einsum GatherV2 MatrixBandPart StatelessRandomGetKeyCounter",
-        "StatelessRandomUniformV2 TensorListFromTensor TensorListGetItem TensorListReserve",
-        "TensorListSetItem TensorListStack While",
+        "BatchMatMulV2 Cumsum Einsum GatherV2 MatrixBandPart TensorListFromTensor",
+        "TensorListGetItem TensorListReserve TensorListSetItem TensorListStack While",
     ),
-    "GPU": _ON_ALL | _words("Conv2D MaxPool"),
+    "GPU": _ON_ALL_DEVICES | _words("Conv2D MaxPool"),
 }
 
-# Inputs that XLA must know when it compiles, and two that TensorFlow checks, and XLA does not: where
-# a Slice begins, and a divisor of integers.
-_STATIC = {
-    **dict.fromkeys(_words("All Any Cumsum FloorMod Mean Prod ReverseV2 Sum"), slice(1, 2)),
+# Inputs that XLA must know when it compiles. That of a Slice is where it begins, too: TensorFlow
+# checks that, and XLA does not; nor does it check the exponent and the divisor of integers.
+_CONSTANT_INPUTS = {
+    **dict.fromkeys(_words("All Any Cumsum Mean Prod ReverseV2 Sum"), slice(1, 2)),
     **dict.fromkeys(_words("BroadcastTo ExpandDims Pad PadV2 Reshape Tile Transpose"), slice(1, 2)),
-    **dict.fromkeys(_words("Fill Split StatelessRandomUniformV2"), slice(0, 1)),
-    **{"ConcatV2": slice(-1, None), "GatherV2": slice(2, 3), "Range": slice(0, 3)},
-    **{"Slice": slice(1, 3), "SplitV": slice(1, 3), "StridedSlice": slice(1, 4)},
-    **{"TensorListReserve": slice(0, 2), "While": slice(1, 2)},
+    **dict.fromkeys(_words("FloorMod Pow TensorListFromTensor While"), slice(1, 2)),
+    **{"ConcatV2": slice(-1, None), "Fill": slice(0, 1), "GatherV2": slice(2, 3)},
+    **{"Max": slice(0, 2), "Min": slice(0, 2), "Range": slice(0, 3), "Slice": slice(1, 3)},
+    **{"Split": slice(0, 1), "SplitV": slice(1, 3), "StridedSlice": slice(1, 4)},
+    **{"TensorListReserve": slice(0, 2)},
 }
-# From the features to ids, whose values are then those of the data. These are checked before.
-_OF_IDS = _words(
-    "AddV2 Cast ConcatV2 Const ExpandDims Fill Identity Less Pack Placeholder Range Reshape",
-    "SelectV2 Split Squeeze StridedSlice Transpose",
-)
 
 _LOSSES = (losses.cross_entropy, losses.binary_cross_entropy, losses.mean_squared_error)
 _METRICS = (
@@ -109,10 +109,13 @@ def decide(step: TrainStep, dataset: Dataset) -> None:
     before = step.jit_compile
     if before is not None and not (before and step.jit_by_rule):
         return
+    known = _decisions.get(step)
     reason = why_not(step, dataset)
+    if _decisions.get(step) is not known:  # the model was traced, and may count its calls
+        step.trace_guards.snapshot(step)
     step.jit_compile = step.jit_by_rule = reason is None
     if step.jit_compile != before:
-        on = f"one replica on a {_device(step)}, and small layers that XLA makes faster"
+        on = f"one replica on a {_device(step)}, and a small model that XLA makes faster"
         logging.info("jit_compile: %s, by rule: %s", _shown(step), reason or on)
 
 
@@ -190,19 +193,20 @@ def _code(step: TrainStep, dataset: Dataset) -> str | None:
     return None
 
 
-# For each step, the version of its Python values and what `_operations` found for it.
-_found: weakref.WeakKeyDictionary[TrainStep, tuple[int, str | None]] = weakref.WeakKeyDictionary()
+# For each step, the version of its Python values, and what `_operations` returned for it.
+_decisions: weakref.WeakKeyDictionary[TrainStep, tuple[int, str | None]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _model(step: TrainStep, dataset: Dataset) -> str | None:
-    if _device(step) == "CPU":  # a ResNet is traced in 0.2 s
-        for layer in replicas.layers_of(step.model):
-            if isinstance(layer, _CONVOLUTIONS):
-                return f"TensorFlow is faster with convolutions ({layer.name})"
-    version, reason = _found.get(step, (None, None))
+    for layer in replicas.layers_of(step.model):  # to trace a ResNet takes 0.2 s
+        if isinstance(layer, _LAYERS_WITHOUT[_device(step)]):
+            return f"layer {layer.name} ({type(layer).__name__}) is not known to gain from XLA"
+    version, reason = _decisions.get(step, (None, None))
     if version != step.trace_guards.version:
-        version, reason = _found[step] = step.trace_guards.version, _operations(step, dataset)
-        step.trace_guards.snapshot(step)  # a layer may count its calls
+        version, reason = step.trace_guards.version, _operations(step, dataset)
+        _decisions[step] = version, reason
     return reason
 
 
@@ -216,85 +220,90 @@ def _operations(step: TrainStep, dataset: Any) -> str | None:
         return "batches are not (features, labels)"
 
     def forward(features: Any) -> Any:
-        with keras.StatelessScope(collect_losses=True) as scope:  # the layers keep no losses
+        with (
+            labels.nan_for_wrong_ids(step.tracked.layer, True),
+            keras.StatelessScope(collect_losses=True) as scope,  # the layers keep no losses
+        ):
             outputs = step.model(step.preprocess(features), training=True)
         weights = [v for v in step.model.trainable_variables if v.regularizer]
         return outputs, scope.losses, [v.regularizer(v.value) for v in weights]
 
     try:
         traced = tf.function(forward).get_concrete_function(spec[0])
-    except Exception as error:  # that of the step is shown when it is traced
+    except Exception as error:  # the trace of the step raises it again
         return f"the model alone cannot be traced: {type(error).__name__}"
     graph = Graph(traced.graph.as_graph_def(add_shapes=True))
     if len(graph.nodes) > _MOST_OPERATIONS:
         return f"{len(graph.nodes)} operations take long to compile"
-    device, tables = _device(step), _tables(step, traced, graph)
     for node in graph.nodes:
-        if reason := _operation(node, device) or _lookup(node, tables):
+        reason = _size_of(node, _device(step)) or _kind_of(node, _device(step))
+        if node.op == "IdentityN" and not _is_all_of_keras(step.model):
+            reason = "may have a gradient that XLA cannot compile"
+        if node.op == "GatherV2" and not _gives_nan(graph, node):
+            reason = "is no lookup of an Embedding, and XLA checks no index"
+        if reason:
             return f"operation {node.op} ({node.name}) {reason}"
-    drawn = sum(_elements(n) for n in graph.nodes if n.op.startswith("StatelessRandomUniform"))
-    return None if drawn <= _MOST_RANDOM else f"TensorFlow draws {drawn} random numbers faster"
-
-
-def _tables(step: TrainStep, traced: Any, graph: Graph) -> set[Node]:
-    """The tables whose rows become NaN under XLA where an id is wrong."""
-    layers = labels.embeddings(step.tracked.layer)
-    handles = {id(layer.embeddings.value.handle) for layer in layers}
-    captures = traced.graph.captures
-    return {graph.main[inner.op.name] for outer, inner in captures if id(outer) in handles}
-
-
-def _lookup(node: Node, tables: set[Node]) -> str | None:
-    if node.op != "GatherV2":
-        return None
-    table, ids = (tensor.node for tensor in node.inputs[:2])
-    while table.op in ("Identity", "ReadVariableOp"):
-        table = table.inputs[0].node
-    if table not in tables:
-        return "is no lookup of an Embedding, and XLA checks no index"
-    if any(one.op not in _OF_IDS for one in _before(ids)):
-        return "looks up ids that the model computes, and XLA checks no id"
     return None
 
 
-def _operation(node: Node, device: str) -> str | None:
+def _kind_of(node: Node, device: str) -> str | None:
     if node.op not in _OPERATIONS[device]:
-        return "was not found to gain"
+        return "is not known to gain from XLA"
     if any(shape is None or -1 in shape for shape in node.shapes):
         return "has a shape that is not known"
     types = [tf.as_dtype(a.type) for a in node.attr.values() if a.WhichOneof("value") == "type"]
-    if other := [t.name for t in types if t.is_floating and t != tf.float32]:
+    other = [t.name for t in types if t.is_floating and t != tf.float32]
+    if other and node.op not in ("Cast", "Placeholder"):  # of the features
         return f"is of {other[0]}"
-    if _elements(node) > _MOST_ELEMENTS[device]:
-        return f"has {_elements(node)} elements, which TensorFlow computes faster"
-    if not all(map(_is_static, node.inputs[_STATIC.get(node.op, slice(0))])):
-        return "depends on values where XLA needs a constant"
+    known = node.inputs[_CONSTANT_INPUTS.get(node.op, slice(0))]
+    if node.op.startswith(("TensorListGet", "TensorListSet")) and not node.in_loop:
+        known = node.inputs[1:2]  # where it is read or written: XLA does not check that either
+    if not all(_is_constant(tensor, node.in_loop) for tensor in known):
+        lost = "loses a NaN under XLA" if node.op in ("Max", "Min") else None
+        return lost or "depends on values where XLA needs a constant"
     if node.op == "While" and constant(node.inputs[1]) == -1:
         return "has no greatest length"
-    if node.op in ("Max", "Min") and not all(map(_is_static, node.inputs)):
-        return "loses a NaN under XLA"
     if node.attr["resize_if_index_out_of_bounds"].b:
         return "makes a TensorArray longer, which XLA cannot"
-    if node.in_loop and flops(node) // 2 > _MOST_PRODUCTS_IN_LOOP:
-        return "is in a loop, and TensorFlow multiplies matrices of this size faster"
     return None
 
 
-def _is_static(tensor: Tensor) -> bool:
-    """Whether XLA knows the value of ``tensor`` when it compiles."""
-    if constant(tensor) is not None:
-        return True
-    nodes = _before(tensor.node)
-    # What a loop changes has its first value, from outside of the loop, as an input here.
+def _size_of(node: Node, device: str) -> str | None:
+    if _elements(node) > _MOST_ELEMENTS[device]:
+        return f"has {_elements(node)} elements, which TensorFlow computes faster"
+    most = _MOST_PRODUCTS_IN_LOOP if node.in_loop else _MOST_PRODUCTS[device]
+    if not node.op.startswith("Conv") and flops(node) // 2 > most:
+        return "multiplies matrices of a size at which TensorFlow is faster"
+    return None
+
+
+def _gives_nan(graph: Graph, lookup: Node) -> bool:
+    """Whether the rows of wrong ids become NaN, see `labels.nan_for_wrong_ids`."""
+    found = graph.consumers(Tensor(lookup, 0))
+    values = [constant(taker.inputs[2]) for taker, _ in found if taker.op == "SelectV2"]
+    return len(values) == len(found) and all(v is not None and np.isnan(v).all() for v in values)
+
+
+def _is_all_of_keras(model: keras.Model) -> bool:
+    """Whether each layer of ``model``, and each function that it calls, is Keras's."""
+    names = "activation", "recurrent_activation", "function"
+    layers = replicas.layers_of(model)
+    called = [getattr(layer, name, None) for layer in layers for name in names]
+    return all(f is None or _is_of_keras(f) for f in (*layers, *called))
+
+
+def _is_constant(tensor: Tensor, in_loop: bool) -> bool:
+    """Whether XLA knows the value of ``tensor`` when it compiles. ``in_loop``: that of the node
+    that takes it."""
+    nodes = _sources(tensor.node)
+    # A variable of a loop stands for its first value, which is outside of the loop.
     ends = [node for node in nodes if not node.inputs or node.op == "Shape"]
-    return all(n.op in ("Const", "Shape") and n.in_loop == tensor.node.in_loop for n in ends) and (
-        not any(node.op == "While" for node in nodes)
-    )
+    constants = all(n.op in ("Const", "Shape") and n.in_loop == in_loop for n in ends)
+    return constants and not any(node.op == "While" for node in nodes)
 
 
-def _before(node: Node) -> set[Node]:
-    """``node``, and all that its value is computed from; only the shape of a tensor, if that is
-    what is taken."""
+def _sources(node: Node) -> set[Node]:
+    """``node``, and all nodes that its value depends on. A Shape depends on none."""
 
     def inputs(one: Node) -> list[Node]:
         return [] if one.op == "Shape" else [tensor.node for tensor in one.inputs]
@@ -309,7 +318,9 @@ def _elements(node: Node) -> int:
 def _size(step: TrainStep, dataset: Dataset) -> str | None:
     if len(step.trainable_variables) > _MOST_VARIABLES:
         return f"{len(step.trainable_variables)} variables take long to compile"
-    weights = sum(v.shape.num_elements() for v in step.trainable_variables)
+    tables = {id(v.value) for one in labels.embeddings(step.model) for v in one.variables}
+    multiplied = [v for v in step.trainable_variables if id(v) not in tables]
+    weights = sum(v.shape.num_elements() for v in multiplied)
     if weights * dataset.global_batch_size > _MOST_PRODUCTS[_device(step)]:
         return "TensorFlow multiplies matrices of this size faster"
     return None

@@ -506,8 +506,8 @@ def define_step_flags() -> None:
             ["rule", "on", "off", AUTO],
             "Compile the forward and backward pass with XLA; with one replica, the whole step. "
             "The all-reduce is not compiled. The update on a CPU is, whatever you give here, but "
-            "not with parameter servers. rule: on for small models on one device, on a CPU without "
-            "convolutions, otherwise off. auto: try both before the first step and keep the "
+            "not with parameter servers. rule: on for small models on one device, whose operations "
+            "are known to gain; otherwise off. auto: try both before the first step and keep the "
             "faster.",
         )
         flags.DEFINE_enum(

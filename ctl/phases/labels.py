@@ -628,7 +628,8 @@ def nan_for_wrong_ids(layer: keras.Layer, under_xla: bool | None) -> Iterator[No
 
 
 def embeddings(layer: keras.Layer) -> list[keras.layers.Embedding]:
-    """Those in ``layer`` that look up the ids that they get: a subclass may make others of them."""
+    """The Embedding layers in ``layer`` that look up the ids that they get: a subclass may make
+    others of them."""
     return [one for one in replicas.layers_of(layer) if _is_embedding(one)]
 
 

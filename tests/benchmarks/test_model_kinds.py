@@ -12,8 +12,9 @@ def test_model_kinds(tmp_path):
     small = "--kinds=recommender,text_cnn --rounds=2 --seconds=0"
     found, done = results(tmp_path, f"model_kinds.py {small}")
     assert [*found["kinds"]] == ["recommender", "text_cnn"]
-    for rows in found["kinds"].values():
-        assert [*rows] == ["ctl", "ctl_off", "plain"]
+    for kind, rows in found["kinds"].items():
+        by_xla = {loop: row["XLA"] for loop, row in rows.items()}
+        assert by_xla == {"ctl": kind == "recommender", "ctl_off": False, "plain": False}
         for row in rows.values():
             assert len(row["ms"]) == len(row["CPU ms"]) == 2 and min(row["CPU ms"]) > 0
             assert max(row["ms"]) < row["first s"] * 1e3 and row["peak MiB"] > 0

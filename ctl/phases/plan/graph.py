@@ -62,13 +62,13 @@ class Node:
 
     @property
     def shapes(self) -> list[tuple[int, ...] | None]:
-        """Those of the outputs that are recorded: -1 for an unknown dimension, None for an unknown
+        """The recorded shapes of the outputs: -1 for an unknown dimension, None for an unknown
         rank."""
         shapes = self.attr["_output_shapes"].list.shape if self.attr else ()
         return [None if s.unknown_rank else tuple(d.size for d in s.dim) for s in shapes]
 
     def shape(self, port: int = 0) -> tuple[int, ...] | None:
-        """That of output ``port``; None if it is not recorded."""
+        """The shape of output ``port``; None if it is unknown or not recorded."""
         shapes = self.shapes
         return shapes[port] if port < len(shapes) else None
 
