@@ -340,6 +340,9 @@ def test_an_embedding_that_is_not_used_is_no_error(mirrored):
             super().__init__()
             self.words = keras.layers.Embedding(3, 2)
 
+        def build(self, shape):
+            pass
+
     each = loop(mirrored, model=model(Unused(), outputs()))
     assert each.step.jit_compile is True, jit.why_not(each.step, each.dataset)
 
