@@ -248,7 +248,8 @@ def _operations(step: TrainStep, dataset: Any) -> str | None:
 
 def _kind_of(node: Node, device: str) -> str | None:
     if node.op not in _OPERATIONS[device]:
-        return "is not known to gain from XLA"
+        again = "draws random numbers, which XLA may draw several times"
+        return again if "Random" in node.op else "is not known to gain from XLA"
     if any(shape is None or -1 in shape for shape in node.shapes):
         return "has a shape that is not known"
     types = [tf.as_dtype(a.type) for a in node.attr.values() if a.WhichOneof("value") == "type"]

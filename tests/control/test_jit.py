@@ -165,7 +165,9 @@ OTHERS = {
     "operation PyFunc": own(by_python),
     "operation IdentityN .* may have a gradient": own(gradient_by_python),
     "operation Where": own(lambda x: tf.ensure_shape(tf.boolean_mask(x, x[:, 0] < 9), x.shape)),
-    "operation StatelessRandom": {"model": lambda: model(keras.layers.Dropout(0.1), outputs())()},
+    "operation Stateless.* random numbers": {
+        "model": lambda: model(keras.layers.Dropout(0.1), outputs())()
+    },
     "operation TopKV2": {
         "model": model(keras.layers.Dense(CLASSES, bias_regularizer=sum_of_sorted))
     },
