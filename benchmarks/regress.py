@@ -36,12 +36,27 @@ _HERE = pathlib.Path(__file__).resolve().parents[1]
 
 def trains(stack: contextlib.ExitStack, tree: pathlib.Path, *arguments: str) -> Block:
     """A loop that trains about --block_seconds in a block."""
-    peer = _peer(stack, tree, "ctl_loop.py", *arguments)
+    peer = _peer(stack, tree, tree, "ctl_loop.py", *arguments)
 
     def block(steps: int) -> float:
         peer.say(str(steps))
         return peer.answer(_TIMEOUT.value)["seconds"] / steps
 
+    return _of_block_seconds(block)
+
+
+def trains_kind(stack: contextlib.ExitStack, tree: pathlib.Path, kind: str) -> Block:
+    """As `trains`, of a model of `model_kinds.py`. Both peers are those of the working tree."""
+    peer = _peer(stack, tree, _HERE, "kinds_worker.py", f"--kind={kind}")
+
+    def block(steps: int) -> float:
+        return peer.ask(_TIMEOUT.value, steps=steps)["seconds"] / steps
+
+    return _of_block_seconds(block)
+
+
+def _of_block_seconds(block: Callable[[int], float]) -> Block:
+    """``block`` with as many steps as take about --block_seconds."""
     for _ in range(3):
         block(20)
     steps = max(1, round(_BLOCK_SECONDS.value / block(20)))
@@ -52,7 +67,7 @@ def saves(stack: contextlib.ExitStack, tree: pathlib.Path, key: str) -> Block:
     """A save and a restore of 100 MB in 20 variables; ``key`` names the time of a part."""
     directory = stack.enter_context(tempfile.TemporaryDirectory())
     given = ("--megabytes=100", "--variables=20", f"--directory={directory}")
-    peer = _peer(stack, tree, "checkpoint_saver.py", *given)
+    peer = _peer(stack, tree, tree, "checkpoint_saver.py", *given)
 
     def block() -> float:
         return peer.ask(_TIMEOUT.value, who="ctl")[key]
@@ -88,6 +103,8 @@ ROWS: dict[str, Callable[[contextlib.ExitStack, pathlib.Path], Block]] = {
     "dense_2_replicas": lambda *at: trains(*at, "--model=dense", "--replicas=2"),
     "convnet": lambda *at: trains(*at, "--model=convnet"),
     "convnet_2_replicas": lambda *at: trains(*at, "--model=convnet", "--replicas=2"),
+    "recommender": lambda *at: trains_kind(*at, "recommender"),
+    "gru": lambda *at: trains_kind(*at, "gru"),
     "save": lambda *at: saves(*at, "stands_still"),
     "durable": lambda *at: saves(*at, "durable"),
     "restore": lambda *at: saves(*at, "restored"),
@@ -112,8 +129,15 @@ def _check(rows: list[str]) -> None:
 check_flags(["rows"], _check)
 
 
-def _peer(stack: contextlib.ExitStack, tree: pathlib.Path, script: str, *arguments: str) -> Peer:
-    command = [str(tree / "benchmarks" / "peers" / script), *arguments]
+def _peer(
+    stack: contextlib.ExitStack,
+    tree: pathlib.Path,
+    scripts: pathlib.Path,
+    script: str,
+    *arguments: str,
+) -> Peer:
+    """A process of the peer ``script`` in ``scripts``, with the package in ``tree``."""
+    command = [str(scripts / "benchmarks" / "peers" / script), *arguments]
     environment = {"PYTHONPATH": str(tree)}
     peer = stack.enter_context(Peer(f"{script} of {tree}", command, environment))
     peer.answer(_TIMEOUT.value)

@@ -83,14 +83,16 @@ _OPERATIONS = {
 # Inputs that XLA must know when it compiles. That of a Slice is where it begins, too: TensorFlow
 # checks that, and XLA does not; nor does it check the exponent and the divisor of integers.
 _CONSTANT_INPUTS = {
-    **dict.fromkeys(_words("All Any Cumsum Mean Prod ReverseV2 Sum"), slice(1, 2)),
+    **dict.fromkeys(_words("All Any Cumsum Max Mean Min Prod ReverseV2 Sum"), slice(1, 2)),
     **dict.fromkeys(_words("BroadcastTo ExpandDims Pad PadV2 Reshape Tile Transpose"), slice(1, 2)),
     **dict.fromkeys(_words("FloorMod Pow TensorListFromTensor While"), slice(1, 2)),
     **{"ConcatV2": slice(-1, None), "Fill": slice(0, 1), "GatherV2": slice(2, 3)},
-    **{"Max": slice(0, 2), "Min": slice(0, 2), "Range": slice(0, 3), "Slice": slice(1, 3)},
-    **{"Split": slice(0, 1), "SplitV": slice(1, 3), "StridedSlice": slice(1, 4)},
-    **{"TensorListReserve": slice(0, 2)},
+    **{"Range": slice(0, 3), "Slice": slice(1, 3), "Split": slice(0, 1), "SplitV": slice(1, 3)},
+    **{"StridedSlice": slice(1, 4), "TensorListReserve": slice(0, 2)},
 }
+
+# Operations of an Embedding, which makes integers of float ids, see `labels.nan_for_wrong_ids`.
+_TAKERS_OF_IDS = _words("AddV2 GatherV2 Less SelectV2")
 
 _LOSSES = (losses.cross_entropy, losses.binary_cross_entropy, losses.mean_squared_error)
 _METRICS = (
@@ -237,6 +239,8 @@ def _operations(step: TrainStep, dataset: Any) -> str | None:
         return f"{len(graph.nodes)} operations take long to compile"
     for node in graph.nodes:
         reason = _size_of(node, _device(step)) or _kind_of(node, _device(step))
+        if _loses_nan(graph, node):
+            reason = "loses a NaN under XLA"
         if node.op == "IdentityN" and not _is_all_of_keras(step.model):
             reason = "may have a gradient that XLA cannot compile"
         if node.op == "GatherV2" and not _gives_nan(graph, node):
@@ -260,13 +264,30 @@ def _kind_of(node: Node, device: str) -> str | None:
     if node.op.startswith(("TensorListGet", "TensorListSet")) and not node.in_loop:
         known = node.inputs[1:2]  # where it is read or written: XLA does not check that either
     if not all(_is_constant(tensor, node.in_loop) for tensor in known):
-        lost = "loses a NaN under XLA" if node.op in ("Max", "Min") else None
-        return lost or "depends on values where XLA needs a constant"
+        return "depends on values where XLA needs a constant"
     if node.op == "While" and constant(node.inputs[1]) == -1:
         return "has no greatest length"
     if node.attr["resize_if_index_out_of_bounds"].b:
         return "makes a TensorArray longer, which XLA cannot"
     return None
+
+
+def _loses_nan(graph: Graph, node: Node) -> bool:
+    """Whether XLA takes the other number for a NaN in a maximum, or makes the integer 0 of it."""
+    if node.op == "Cast":
+        takers = {taker.op for taker, _ in graph.consumers(Tensor(node, 0))}
+        return _makes_integers(node) and not takers <= _TAKERS_OF_IDS
+    if node.op in ("Max", "Min"):
+        return not all(_is_constant(tensor, node.in_loop) for tensor in node.inputs)
+    if node.op in ("Maximum", "Minimum"):
+        return not any(_is_constant(tensor, node.in_loop) for tensor in node.inputs)
+    return False
+
+
+def _makes_integers(node: Node) -> bool:
+    """Whether a Cast does so, of floats."""
+    types = [tf.as_dtype(node.attr[name].type) for name in ("SrcT", "DstT") if name in node.attr]
+    return len(types) == 2 and types[0].is_floating and types[1].is_integer
 
 
 def _size_of(node: Node, device: str) -> str | None:

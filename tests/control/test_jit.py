@@ -185,7 +185,9 @@ OTHERS = {
     ),
     "has no greatest length": own(loop_without_maximum),
     "makes a TensorArray longer": own(in_growing_array),
-    "loses a NaN": {"model": greatest, "data": steps_of_features},
+    "operation Maximum .* loses a NaN": own(lambda x: x + tf.maximum(x[:, :1], x[:, 1:2])),
+    "operation Cast .* loses a NaN": own(lambda x: x + tf.cast(tf.cast(x, tf.int32), tf.float32)),
+    "operation Max .* loses a NaN": {"model": greatest, "data": steps_of_features},
     "is no lookup of an Embedding": own(lambda x: x + tf.gather([1.0, 2.0], tf.cast(x, tf.int32))),
     "operation GatherV2 .* no lookup of an Embedding": {"model": from_a_table},
     "operations take long": own(lambda x: functools.reduce(lambda y, _: y * 0.9, range(700), x)),
@@ -347,6 +349,22 @@ def test_an_embedding_that_is_not_used_is_no_error(mirrored):
 
     each = loop(mirrored, model=model(Unused(), outputs()))
     assert each.step.jit_compile is True, jit.why_not(each.step, each.dataset)
+
+
+def test_an_id_that_is_nan_makes_a_nan(mirrored):
+    """XLA would make 0 of it."""
+
+    def with_gaps():
+        ids, labels = words().arrays
+        ids = ids.astype("float32")
+        ids[::3, 2] = np.nan
+        return InMemory((ids, labels), global_batch_size=BATCH)
+
+    of_floats = model(keras.layers.Embedding(8, 1), keras.layers.Flatten(), outputs())
+    each = loop(mirrored, model=of_floats, data=with_gaps)
+    assert each.step.jit_compile is True, jit.why_not(each.step, each.dataset)
+    with pytest.raises(DivergedError, match="example 0 has a NaN"):
+        each.train(2)
 
 
 def test_an_id_outside_of_a_table_makes_a_nan(mirrored):
