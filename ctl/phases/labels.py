@@ -642,7 +642,7 @@ def _is_embedding(layer: Any) -> bool:
 
 def _looked_up(call: Callable, rows: int, ids: Any, *args: Any, **options: Any) -> Any:
     outputs, ids = call(ids, *args, **options), tf.convert_to_tensor(ids)
-    places = ids if ids.dtype.is_floating else tf.cast(ids, tf.int64)  # which makes 0 of a NaN
+    places = ids if ids.dtype.is_floating else tf.cast(ids, tf.int64)  # XLA casts a NaN to 0
     inside = tf.expand_dims((places > -1) & (places < rows), -1)
     return tf.where(inside, outputs, tf.cast(math.nan, outputs.dtype))
 
