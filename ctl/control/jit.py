@@ -202,8 +202,9 @@ _decisions: weakref.WeakKeyDictionary[TrainStep, tuple[int, str | None]] = (
 
 
 def _model(step: TrainStep, dataset: Dataset) -> str | None:
+    without = _LAYERS_WITHOUT[_device(step)]
     for layer in replicas.layers_of(step.model):  # to trace a ResNet takes 0.2 s
-        if isinstance(layer, _LAYERS_WITHOUT[_device(step)]):
+        if isinstance(layer, without):
             return f"layer {layer.name} ({type(layer).__name__}) is not known to gain from XLA"
     version, reason = _decisions.get(step, (None, None))
     if version != step.trace_guards.version:
@@ -212,14 +213,15 @@ def _model(step: TrainStep, dataset: Dataset) -> str | None:
     return reason
 
 
-def _operations(step: TrainStep, dataset: Any) -> str | None:
+def _operations(step: TrainStep, dataset: Dataset) -> str | None:
     """Traces the forward pass of the model alone, and looks at its operations."""
-    size = dataset.global_batch_size
-    spec = tf.nest.map_structure(
-        lambda array: tf.TensorSpec([size, *array.shape[1:]], array.dtype), dataset.arrays
-    )
-    if not local_batch.has_parts(spec):
+    batch = labels.batch_spec(dataset)
+    if not local_batch.has_parts(batch):
         return "batches are not (features, labels)"
+    size = dataset.global_batch_size
+    features_spec = tf.nest.map_structure(
+        lambda spec: tf.TensorSpec([size, *spec.shape[1:]], spec.dtype), batch[0]
+    )
 
     def forward(features: Any) -> Any:
         with (
@@ -231,20 +233,17 @@ def _operations(step: TrainStep, dataset: Any) -> str | None:
         return outputs, scope.losses, [v.regularizer(v.value) for v in weights]
 
     try:
-        traced = tf.function(forward).get_concrete_function(spec[0])
+        traced = tf.function(forward).get_concrete_function(features_spec)
     except Exception as error:  # the trace of the step raises it again
         return f"the model alone cannot be traced: {type(error).__name__}"
     graph = Graph(traced.graph.as_graph_def(add_shapes=True))
     if len(graph.nodes) > _MOST_OPERATIONS:
         return f"{len(graph.nodes)} operations take long to compile"
+    device = _device(step)
     for node in graph.nodes:
-        reason = _size_of(node, _device(step)) or _kind_of(node, _device(step))
-        if _loses_nan(graph, node):
-            reason = "loses a NaN under XLA"
+        reason = _size_of(node, device) or _kind_of(node, device) or _silent_in(graph, node)
         if node.op == "IdentityN" and not _is_all_of_keras(step.model):
             reason = "may have a gradient that XLA cannot compile"
-        if node.op == "GatherV2" and not _gives_nan(graph, node):
-            reason = "is no lookup of an Embedding, and XLA checks no index"
         if reason:
             return f"operation {node.op} ({node.name}) {reason}"
     return None
@@ -270,6 +269,13 @@ def _kind_of(node: Node, device: str) -> str | None:
     if node.attr["resize_if_index_out_of_bounds"].b:
         return "makes a TensorArray longer, which XLA cannot"
     return None
+
+
+def _silent_in(graph: Graph, node: Node) -> str | None:
+    """What is wrong with the data that XLA would not show."""
+    if node.op == "GatherV2" and not _gives_nan(graph, node):
+        return "is no lookup of an Embedding, and XLA checks no index"
+    return "loses a NaN under XLA" if _loses_nan(graph, node) else None
 
 
 def _loses_nan(graph: Graph, node: Node) -> bool:

@@ -17,9 +17,11 @@ def test_regress(tmp_path):
     git = subprocess.run(["git", "-C", BENCHMARKS, "rev-parse", "HEAD"], capture_output=True)
     if git.returncode:
         pytest.skip("no git repository")
-    how = "--rows=recommender --processes=1 --rounds=6 --block_seconds=0.02 --tolerance=9 HEAD"
-    one = results(tmp_path, f"regress.py {how}")[0]["rows"]["recommender"]
-    assert one["verdict"] == "equal" and len(one["rounds"][0]) == 6
+    how = "--processes=1 --rounds=6 --block_seconds=0.02 --tolerance=9 HEAD"
+    rows = results(tmp_path, f"regress.py --rows=dense,recommender {how}")[0]["rows"]
+    assert [*rows] == ["dense", "recommender"]
+    for one in rows.values():
+        assert one["verdict"] == "equal" and len(one["rounds"][0]) == 6
 
 
 def test_bounds_of_a_median(monkeypatch):
