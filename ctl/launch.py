@@ -766,6 +766,7 @@ class _ElasticJob(_Job):
         self.join_at, self.joins = math.inf, False
         self._others_lost_one = False  # workers that other launchers have started
         self._missed: dict[str, int] = {}  # questions in a row without an answer, by name
+        self._stalled = math.inf  # since when no worker here answers
         self._killed: dict[str, str] = {}  # why, by name
         self._over = threading.Event()
         super().__init__(*arguments)
@@ -802,7 +803,6 @@ class _ElasticJob(_Job):
         """Waits for all. When one is lost, the others have ``grace`` seconds to save; so they have
         after a signal, and when others join. Returns the code."""
         since, asked, at_once = math.inf, False, False
-        stall, stalled = False, time.monotonic()
         while left := [task for task in self._tasks if task.poll() is None]:
             now = time.monotonic()
             self._kill_children()
@@ -818,20 +818,14 @@ class _ElasticJob(_Job):
             if math.isinf(since) and (loss := self._loss()):
                 _say(f"{loss}; the others save and end")
                 since = now
-            # What stops all workers here, such as the disk, may let them go on.
-            before, stall = stall, len(left) > 1 and all(self._missed.get(t.name) for t in left)
-            if not stall:
-                stalled = now
-            if before and not stall:  # so each is asked again
-                self._missed.clear()
+            frozen = self._frozen(left, grace)
             for task in left:
-                silent = self._missed.get(task.name, 0) >= _ASKS
-                frozen = silent and now - stalled >= grace * stall
-                if at_once or frozen or now - since >= self._patience(task, grace, asked):
-                    how = _FROZEN if frozen else "has not ended"
+                is_frozen = task in frozen
+                if at_once or is_frozen or now - since >= self._patience(task, grace, asked):
+                    how = _FROZEN if is_frozen else "has not ended"
                     _say(f"{'a second Ctrl-C: ' * at_once}{task.name} {how}: killed")
                     self._kill(task)
-                    if not frozen or task.poll() == -signal.SIGKILL:  # else it ended by itself
+                    if not is_frozen or task.poll() == -signal.SIGKILL:  # else it ended by itself
                         self._killed[task.name] = how
             time.sleep(0.05)
         self.end(0.0)
@@ -840,6 +834,21 @@ class _ElasticJob(_Job):
         if received and code == PeerError.exit_code:  # it has lost one that was frozen, and saved
             return Preempted.exit_code
         return 128 - code if code < 0 else code
+
+    def _frozen(self, left: list[_Task], grace: float) -> list[_Task]:
+        """Those that do not answer. What stops all workers here, such as the disk, may let them go
+        on: then they have ``grace`` seconds, and are judged together."""
+        missed = [self._missed.get(task.name, 0) for task in left]
+        silent = [task for task, times in zip(left, missed, strict=True) if times >= _ASKS]
+        now = time.monotonic()
+        if len(left) > 1 and all(missed):
+            self._stalled = min(self._stalled, now)
+            return silent if silent == left and now - self._stalled >= grace else []
+        if math.isfinite(self._stalled):  # one goes on, so each is asked again
+            self._stalled = math.inf
+            self._missed.clear()
+            return []
+        return silent
 
     def _signal(self, number: int) -> None:
         super()._signal(number)

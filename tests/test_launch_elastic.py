@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -154,6 +155,21 @@ else:
     code, counts, said = run(tmp_path, does, *options, workers="2..2")
     assert (code, counts) == (0 if wakes else 137, [2])
     assert said.count("is frozen: killed") == (0 if wakes else 2)
+
+
+def test_workers_that_stall_are_judged_together():
+    """Also if one missed its questions before the other, and the grace is over between them."""
+    job = object.__new__(module._ElasticJob)
+    job._missed, job._stalled = {"a": 2, "b": 1}, math.inf
+    both = [module._Task(name, "") for name in "ab"]
+    assert job._frozen(both, 0.0) == []
+    job._missed["b"] = 2
+    assert job._frozen(both, 0.0) == both
+    assert job._frozen(both, 100.0) == []
+    job._missed["b"] = 0  # it goes on
+    assert job._frozen(both, 0.0) == [] and job._missed == {}
+    job._missed = {"a": 2, "b": 0}
+    assert job._frozen(both, 100.0) == both[:1]
 
 
 LOCKS = """
