@@ -18,6 +18,11 @@ TIMED = (
     *("chaos/", "distributed/", "doctor/", "inspect/test_run.py", "jobs/test_parameter_server.py"),
     *("test_launch.py", "test_train_workers.py"),
 )
+# Modules beside these that judge no duration.
+UNTIMED = (
+    *("distributed/cluster/test_clusters.py", "distributed/cluster/test_forkserver.py"),
+    "distributed/test_multi_worker.py",
+)
 
 
 def pytest_addoption(parser):
@@ -57,8 +62,8 @@ def pytest_collection_modifyitems(config, items):
 
 def mark_processes(items):
     """Tests that start processes are slow. Those of a module share what its fixtures make, so one
-    process of pytest-xdist runs them; one runs all that are `TIMED`, and those of the sample, which
-    share a `zygote`."""
+    process of pytest-xdist runs them; one runs all that are `TIMED` and not `UNTIMED`, and those of
+    the sample, which share a `zygote`."""
     sample = os.environ["CTL_TESTS"] == "sample"
     for item in items:
         uses = PROCESSES & set(item.fixturenames)
@@ -66,6 +71,7 @@ def mark_processes(items):
             item.add_marker("slow")
         if uses or hasattr(item.module, "subprocess"):
             module = item.path.relative_to(TESTS).as_posix()
-            together = module.startswith(TIMED) or (sample and uses)
+            timed = module.startswith(TIMED) and module not in UNTIMED
+            together = timed or (sample and uses)
             group = "processes" if together else module
             item.add_marker(pytest.mark.xdist_group(group))

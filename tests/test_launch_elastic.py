@@ -69,7 +69,6 @@ def test_a_worker_that_dies_is_done_without(tmp_path, rank):
 # Worker 1 stops. The others do what they do when it is killed.
 STOPS = """
 if attempt == 0 and rank == 1:
-    time.sleep(3.0)
     open(file + ".pid", "w").write(str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
 def wait_until_killed():
@@ -81,7 +80,12 @@ def wait_until_killed():
 if attempt == 0:
     {then}
 """
-FREEZES = answering.PROGRAM + "if rank == 1: answer(peers[1])" + STOPS
+ANSWERS = """
+if attempt == 0 and rank == 1:
+    answer(peers[1])
+    time.sleep(3.0)  # so the launcher knows that it answers
+"""
+FREEZES = answering.PROGRAM + ANSWERS + STOPS
 HOLDS = {"meanwhile": "tell(b'l')", "then": "wait_until_killed(); os._exit(5)"}
 
 

@@ -4,6 +4,7 @@ is said of Keras can be seen.
 
 from __future__ import annotations
 
+import collections
 import json
 import re
 import shlex
@@ -70,7 +71,8 @@ ELSEWHERE["ctl.schedule"] = "ctl.schedule.plot"
 def run(zygote, tmp_path_factory) -> Path:
     """A short run, with a model to load."""
     directory = tmp_path_factory.mktemp("readme") / "run"
-    zygote.run("ctl.train", f"--model_dir={directory}", "--model=dense", "--train_steps=20")
+    flags = "--model=dense", "--train_steps=20", "--notensorboard", "--jit_compile=off"
+    zygote.run("ctl.train", f"--model_dir={directory}", *flags)
     return directory
 
 
@@ -86,17 +88,23 @@ def test_it_is_short():
 
 
 PARSE = """
-import sys
 import importlib
+import json
+import sys
 from absl import flags
+from absl.testing import flagsaver
 from ctl.flags import parsing
 
 def parse(main, usage, **_):
-    parsing._import_named([a for a in sys.argv[1:] if "=ctl." in a])  # not "mine:MyStep"
-    flags.FLAGS(sys.argv)
+    lines = json.loads(sys.argv[2])
+    parsing._import_named([a for a in lines[0] if "=ctl." in a])  # not "mine:MyStep"
+    for line in lines:
+        print("parses", line, file=sys.stderr)
+        with flagsaver.flagsaver():  # no line sees what another has set
+            flags.FLAGS([sys.argv[1], *line])
 
 def run():
-    command = importlib.import_module(sys.argv.pop(1))
+    command = importlib.import_module(sys.argv[1])
     parsing.run_command = command.run_command = parse
     command.run()
 """
@@ -104,13 +112,14 @@ def run():
 
 @pytest.fixture(scope="module")
 def parse(zygote, zygote_without_tensorflow, tmp_path_factory):
-    """Parses the flags of a command, which need TensorFlow where they name code."""
+    """Parses the flags of a command, line by line, which need TensorFlow where they name code: all
+    lines the same."""
     path = tmp_path_factory.mktemp("parse")
     (path / "parse_flags.py").write_text(PARSE)
 
-    def parse(*command: str, **kwargs):
-        runs = zygote if any("=ctl." in word for word in command) else zygote_without_tensorflow
-        return runs.run("parse_flags", *command, path=[path], **kwargs)
+    def parse(module: str, *lines: list[str], **kwargs):
+        runs = zygote if any("=ctl." in word for word in lines[0]) else zygote_without_tensorflow
+        return runs.run("parse_flags", module, json.dumps(lines), path=[path], **kwargs)
 
     return parse
 
@@ -124,6 +133,7 @@ def test_the_flags_of_every_command_parse(parse, run, tmp_path):
     (tmp_path / "tfds" / "mnist").mkdir(parents=True)
     files |= {"s3://bucket/photos": f"file://{tmp_path}", "gs://bucket": f"file://{tmp_path}"}
     assert {command[0] for command in commands()} >= {"ctl.train", "ctl.evaluate", "ctl.schedule"}
+    lines = collections.defaultdict(list)  # by the command and the code that they name
     for module, *arguments in dict.fromkeys(map(tuple, commands())):
         if "--help" in arguments or (module == "ctl.inspect" and not arguments):
             continue  # `test_every_flag_exists` runs it
@@ -135,7 +145,10 @@ def test_the_flags_of_every_command_parse(parse, run, tmp_path):
         for name, file in files.items():
             here = [a.replace(name, str(file)) for a in here]
         here = [a for a in here if "spm.model" not in a]  # which needs a package of an extra
-        parse(ELSEWHERE.get(module, module), *here)
+        code = tuple(a for a in here if "=ctl." in a)
+        lines[ELSEWHERE.get(module, module), code].append(here)
+    for (module, _), of_one in lines.items():
+        parse(module, *of_one)
 
 
 def test_every_flag_exists(zygote_without_tensorflow):
@@ -156,13 +169,34 @@ def test_every_flag_exists(zygote_without_tensorflow):
 
 
 def test_a_wrong_flag_would_be_seen(parse):
-    assert "epohs" in parse("ctl.train", "--model_dir=x", "--epohs=3", exit_code=1).stderr
+    lines = ["--model_dir=x", "--epochs=3"], ["--model_dir=x", "--epohs=3"]
+    assert "Unknown command line flag 'epohs'" in parse("ctl.train", *lines, exit_code=1).stderr
 
 
-@pytest.mark.parametrize("number", range(len(blocks("python"))))
-def test_the_programs_run(zygote, number, run, tmp_path):
-    """Each as a module, which runs as it is imported."""
-    text = blocks("python")[number].replace(RUN, str(run))
+# Those of two pages run in `examples/test_pages.py::test_both_train_the_same_weights`.
+PROGRAMS = [
+    (page, program)
+    for page, text in TEXTS.items()
+    if page.stem not in ("from_keras_fit", "from_the_tutorial")
+    for program in blocks("python", text)
+]
+# As `xla_where_asked` does for tests: to compile takes longer than these programs.
+WITHOUT_XLA = """
+from ctl.control import jit
+from ctl.phases import apply
+
+jit.why_not = lambda step, dataset: "a test"
+apply.is_compiled = lambda device: False
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("page", "program"), PROGRAMS, ids=[str(page.relative_to(ROOT)) for page, _ in PROGRAMS]
+)
+def test_the_programs_run(zygote, page, program, run, tmp_path):
+    """Each as a module, which runs as it is imported. XLA compiles those of README.md alone."""
+    text = ("" if page == PAGES[0] else WITHOUT_XLA) + program.replace(RUN, str(run))
     (tmp_path / "program.py").write_text(f"{text}\n\ndef run():\n    pass\n", encoding="utf-8")
     output = zygote.run("program", path=[tmp_path], TMPDIR=str(tmp_path)).stdout
     assert output.strip(), "a program of a page shows what it does"

@@ -35,8 +35,6 @@ from ctl.phases.losses import cross_entropy
 from ctl.phases.optimizers import PROVEN
 from ctl.step import TrainStep
 
-pytestmark = pytest.mark.compiled_update
-
 # Rates at which 20 steps move the weights by 0.01 to 1: an update left out would be seen.
 RATES = {"Adadelta": 1.0, "Ftrl": 0.05, "SGD": 0.1, "Lion": 1e-3, "Muon": 2e-3}
 
@@ -54,6 +52,7 @@ class OfEach(TrainStep):
 
 
 @pytest.mark.slow
+@pytest.mark.compiled_update
 def test_every_optimizer_equals_plain_keras(mirrored):
     """On 2 replicas, each of which updates as one does alone, after a sum. Each optimizer has a
     network of its own, in one step."""
@@ -199,17 +198,23 @@ SLOW: dict[str, tuple[tuple[int, ...], dict]] = {
     "compiled with accumulation": ((2,), {"jit_compile": True, "accumulate_steps": 2}),
 }
 ADAM = adam()
+# Features of the update, which is compiled in these; the others are those of what comes before it.
+OF_THE_UPDATE = {
+    *("momentum", "nesterov", "weight decay of any optimizer", "weight decay without a kernel"),
+    *("schedule", "constraint", "Muon by layer", "Nadam, clipped, of micro-batches"),
+}
 
 
-@pytest.mark.parametrize(
-    ("replicas", "case"),
-    [
-        pytest.param(n, case, id=f"{name}, {n}", marks=marks)
-        for cases, marks in ((QUICK, ()), (SLOW, pytest.mark.slow))
-        for name, (replicas, case) in cases.items()
-        for n in replicas
-    ],
-)
+def each_feature() -> list:
+    found = []
+    for name, (replicas, case) in (QUICK | SLOW).items():
+        marks = [pytest.mark.slow] if name in SLOW else []
+        marks += [pytest.mark.compiled_update] if name in OF_THE_UPDATE else []
+        found += [pytest.param(n, case, id=f"{name}, {n}", marks=marks) for n in replicas]
+    return found
+
+
+@pytest.mark.parametrize(("replicas", "case"), each_feature())
 def test_each_feature_equals_keras_on_one_device(mirrored, replicas, case):
     options = dict(case)
     make_model, arrays = options.pop("model", mlp), options.pop("arrays", examples)()
@@ -227,6 +232,7 @@ def schedule_free(**options):
 
 
 @pytest.mark.slow
+@pytest.mark.compiled_update
 @pytest.mark.parametrize("make", [adam, schedule_free])
 def test_averaged_weights_equal_those_of_keras(mirrored, make):
     averaged = make(use_ema=True, ema_momentum=0.9)
@@ -241,6 +247,7 @@ def test_averaged_weights_equal_those_of_keras(mirrored, make):
 
 
 @pytest.mark.slow
+@pytest.mark.compiled_update
 @pytest.mark.parametrize(
     "options",
     [{"ema_decay": 0.9, "on_nan": "skip"}, {"accumulate_steps": 2, "loss_scale": True}],

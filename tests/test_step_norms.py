@@ -27,8 +27,6 @@ from keras import layers
 
 from ctl.errors import UsageError
 
-pytestmark = pytest.mark.compiled_update
-
 
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_batch_norm_statistics_are_those_of_one_replica(mirrored, replicas):
@@ -76,7 +74,11 @@ def test_a_synchronized_batch_norm_in_a_loop_or_under_xla_is_refused(mirrored, o
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "jit_compile", "synchronized"),
-    [(1, True, False), (2, False, False), (2, False, True)],
+    [
+        (1, True, False),
+        (2, False, False),
+        pytest.param(2, False, True, marks=pytest.mark.compiled_update),
+    ],
 )
 def test_a_skipped_step_leaves_batch_norm_as_it_was(mirrored, replicas, jit_compile, synchronized):
     """The statistics are those of a training that never saw the batch."""

@@ -283,8 +283,6 @@ def test_the_best_checkpoint_is_not_selected_on_the_test_data(zygote, tmp_path):
         assert f"\n  {split:<11}  {scores}\n" in command.stdout
     said = f"\n  best         step {best['step']}; evaluated and exported is step 30\n"
     assert said in command.stdout
-    command = zygote.run("ctl.evaluate", f"--model_dir={tmp_path}", "--json")
-    assert json.loads(command.stdout)["loss"] == pytest.approx(tested["loss"], rel=1e-6)
     command = run_few(zygote, tmp_path, *options, "--restore_best_weights")  # the run is resumed
     assert f"evaluated and exported is step {best['step']}\n" in command.stdout
     assert "done: 30 steps, 0 of them now" in command.stdout

@@ -57,6 +57,7 @@ def extended(zygote, tmp_path_factory):
 def test_a_longer_run_evaluates_at_the_ends_of_epochs(zygote, tmp_path):
     """Of 15.625 steps: not again a step or two after the end of the shorter one."""
     flags = [f"--model_dir={tmp_path}", "--model=dense", "--noexport", "--train_split=train[:10%]"]
+    flags += ["--notensorboard"]
     zygote.run(TRAIN, *flags, "--epochs=4")
     zygote.run(TRAIN, *flags, "--epochs=6", "--extend")
     assert [r["step"] for r in records(tmp_path, "eval")] == [16, 32, 47, 63, 79, 94]

@@ -109,6 +109,7 @@ def test_killed_while_it_copies_and_resumed_on_other_machines(zygote, machine, o
 def test_stopped_by_a_signal(zygote, machine):
     """Its settings are in the store before the first checkpoint."""
     rare = ["--train_steps=1000000", "--checkpoint_every=1000000", "--evaluate_every=1000000"]
+    rare += ["--notensorboard"]
     url, endless = "s3://runs/stopped", [*FLAGS, *rare]
     command = zygote.start(TRAIN, f"--model_dir={url}", *endless, **machine())
     command.until("/1000000", stream="stdout")
@@ -147,7 +148,7 @@ def test_a_store_that_goes_down(zygote, machine, tmp_path):
         command = zygote.start(
             *(TRAIN, f"--model_dir={url}", "--keep_trying=0.5", *FLAGS),
             *("--train_steps=1000000", "--evaluate_every=20", "--checkpoint_every=10"),
-            f"--step={tmp_path}/slow.py:Slow",
+            *(f"--step={tmp_path}/slow.py:Slow", "--notensorboard"),
             **environment,
         )
         command.until("eval at step 20", stream="stdout")

@@ -172,8 +172,8 @@ def _connecting(me: str, peers: Mapping[str, str], timeout: float) -> Iterator[N
     doing = f"{me}: TensorFlow has been connecting to the job"
     frozen = elastic.FROZEN_SECONDS if elastic.is_elastic() else None
     flag, ending = "--startup_timeout", signals.ending()
-    limited = external_watchdog.limited(doing, peers, timeout, flag, signals=ending, frozen=frozen)
-    with limited as keeper:
+    limits = external_watchdog.Keeper(doing, peers, timeout, flag, signals=ending, frozen=frozen)
+    with limits as keeper:
         try:
             yield
         except tf.errors.OpError as error:

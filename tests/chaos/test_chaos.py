@@ -186,7 +186,6 @@ CHOSEN = Schedule(
             Fault(0, "hang", 0, "saving", step=36),
             Fault(1, "pause", 1, "step 20", seconds=1.3),
         ),
-        (Fault(0, "freeze", 1, "placed", seconds=0.2),),
         (),
     ),
 )
@@ -202,7 +201,7 @@ CHOSEN = Schedule(
             {"slow"},  # an int and a pause may come after the end
             marks=pytest.mark.sample,
         ),
-        ([f"--schedule={CHOSEN.dumps()}"], [0], {"freeze", "hang", "pause"}),
+        ([f"--schedule={CHOSEN.dumps()}"], [0], {"hang", "pause"}),
     ],
     ids=["drawn", "chosen"],
 )
@@ -228,8 +227,8 @@ def test_schedules(tmp_path, arguments, seeds, hit):
 )
 def test_an_elastic_job(options):
     """It is ended with 1 if anything does not hold."""
-    command = [sys.executable, "-m", "tests.chaos.elastic", "--losses=1", "--seconds=1"]
-    command += ["--join_every=5", *options]
+    command = [sys.executable, "-m", "tests.chaos.elastic", "--losses=1", "--seconds=0.5"]
+    command += ["--join_every=3", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "losses: 1" in done.stdout

@@ -423,8 +423,7 @@ def bits(of):
 @pytest.mark.slow
 def test_a_resumed_run_keeps_the_decision(mirrored, tmp_path):
     """Bit for bit; also one that began without XLA, as all did before there was the rule."""
-    asked, ends = small(mirrored, None, jit_compile=True), {}
-    asked.train(6)
+    ends = {}
     for name, first in (("on", {}), ("off", {"jit_compile": False})):
         begun = small(mirrored, tmp_path / name, **first)
         assert begun.step.jit_compile is (name == "on")
@@ -439,8 +438,7 @@ def test_a_resumed_run_keeps_the_decision(mirrored, tmp_path):
         assert bits(begun) == bits(resumed)
         resumed.checkpoints.close()
         ends[name] = bits(resumed)
-    # The inequality, so that the equalities say something.
-    assert bits(asked) == ends["on"] != ends["off"]
+    assert ends["on"] != ends["off"]  # so that the equalities say something
     wider = small(mirrored, tmp_path / "on", replicas=2)
     assert wider.restore().step == 4 and wider.step.jit_compile is False
     wider.checkpoints.close()

@@ -136,7 +136,7 @@ def data(operations: str = ALL, batch: int = 12, **options) -> Augmented:
 @pytest.mark.slow
 def test_replicas_and_a_later_start_change_no_bit(mirrored):
     whole = seen(mirrored(1), data(), 0, 9)  # two epochs and more
-    found = seen(mirrored(4), data(), 3, 5)
+    found = seen(mirrored(2), data(), 3, 5)
     tf.nest.map_structure(np.testing.assert_array_equal, found, whole[3:8])
     labels = np.concatenate([labels for _, labels in whole])
     images = np.concatenate([images for images, _ in whole])

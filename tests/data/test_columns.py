@@ -116,16 +116,17 @@ def path(tmp_path_factory):
 def test_trains_and_evaluates_by_flags(zygote, path, data_dir, tmp_path, task):
     data = ["--dataset=ctl_tiny_table", f"--data_dir={data_dir}"]
     if task == "regression":
-        data += ["--resident_limit_mib=0"]
+        data += ["--resident_limit_mib=0", "--replicas=2"]
         data += ["--features=table", "--labels=value", "--loss=mean_squared_error"]
         model, metrics, best = "--model=mine:table", "mae", {"loss": 0.02, "mae": 0.1}
     else:
         data += ["--features=table/a,bytes", "--labels=signs", "--loss=binary_cross_entropy"]
         model, metrics, best = "--model=mine:signs", "accuracy,auc", {}
     run = ["--train_steps=100", "--learning_rate=0.1", "--noexport", "--notensorboard"]
+    run += ["--jit_compile=off"]
     zygote.run(
         "ctl.train",
-        *(f"--model_dir={tmp_path}", model, f"--metrics={metrics}", "--replicas=2", *data, *run),
+        *(f"--model_dir={tmp_path}", model, f"--metrics={metrics}", *data, *run),
         path=path,
     )
     command = zygote.run("ctl.evaluate", "--json", f"--model_dir={tmp_path}", model, path=path)

@@ -96,7 +96,8 @@ def test_another_number_of_replicas(mirrored, tmp_path):
         second.train(5)
         second.checkpoints.close()
     first = make(mirrored(2), directory=tmp_path / "refused")
-    saved(first, 3)
+    first.save(wait=True)
+    first.checkpoints.close()
     with pytest.raises(CheckpointError, match=r"left0.*resume on as many, or .*on_resize='sum'"):
         make(mirrored(1), directory=tmp_path / "refused").restore()
 

@@ -24,11 +24,15 @@ def train(strategy, options=None, model=mlp):
     return loop.step.model.get_weights(), loop.evaluate()
 
 
+one_process = pytest.mark.xdist_group("test_strategy.py")  # one reference
+
+
 @pytest.fixture(scope="module")
 def on_one_device():
     return train(tf.distribute.OneDeviceStrategy("/cpu:0"))
 
 
+@one_process
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "replicas", "words"),
@@ -109,6 +113,7 @@ def test_replicas_are_summed_or_refused(operation, count):
             make_loop(strategy, data=data)
 
 
+@one_process
 def test_a_ring_trains_alike(ring2, on_one_device):
     """The strategy of the fixture: two rings in one process would take each other's messages."""
     assert type(ring2.extended._cross_device_ops).__name__ == "CollectiveAllReduce"

@@ -262,10 +262,3 @@ def test_a_tensorflow_that_hangs(another_tensorflow, monkeypatch, capsys):
     monkeypatch.setattr(program, "_QUIET_SECONDS", 0.5)
     assert machine.check_tensorflow()[0].seen == "cannot be used: no answer after 2 s"
     assert "doctor: loading TensorFlow has taken" in capsys.readouterr().err
-
-
-def test_the_real_tensorflow():
-    found, probe = machine.check_tensorflow()
-    assert found.state == FINE
-    assert set(probe.versions) == {"ctl", "python", "tensorflow", "keras", "numpy"}
-    assert probe.gflops > 0 and probe.copied > 0

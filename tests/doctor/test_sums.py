@@ -106,6 +106,9 @@ def test_two_workers(tmp_path, workers):
         found = rows(tmp_path, worker)
         ((nccl,), sums) = found.pop("nccl"), found["all_reduce"]
         assert {row["state"] for rows in found.values() for row in rows} == {"fine"}
+        assert {"tensorflow", "memory", "matmul"} < found.keys()  # fine if they were measured
+        versions = {part.split()[0] for part in found["versions"][0]["seen"].split(", ")}
+        assert versions == {"ctl", "python", "tensorflow", "keras", "numpy"}
         assert nccl["state"] == "skipped" and nccl["seen"] == "no GPU"
         assert ["over 2 replicas are right" in row["seen"] for row in sums] == [True]
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import simulated
 import tensorflow as tf
-from helpers import BATCH, FEATURES, adam, examples, make_loop
+from helpers import BATCH, FEATURES, CountsItself, adam, counts, examples, make_loop
 from paths import BENCHMARKS
 
 from ctl.base import tf_internals
@@ -226,7 +226,7 @@ def copies(loop: Loop) -> list[np.ndarray]:
 
 @pytest.mark.slow
 def test_ablation_leaves_everything_as_it_was(ring2):
-    plain, ablated = inspectable(ring2), inspectable(ring2)
+    plain, ablated = (inspectable(ring2, step_class=CountsItself) for _ in range(2))
     for loop in (plain, ablated):
         loop.train(10)
     before = copies(ablated)
@@ -237,6 +237,7 @@ def test_ablation_leaves_everything_as_it_was(ring2):
     assert "ms exposed" in str(result)
     for mine, other in zip(copies(ablated), before, strict=True):
         np.testing.assert_array_equal(mine, other)
+    assert counts(ablated) == [10.0, 10.0]
     for loop in (plain, ablated):
         loop.train(20)
     for mine, other in zip(copies(ablated), copies(plain), strict=True):

@@ -115,16 +115,15 @@ def weights(loop):
 
 @pytest.mark.slow
 def test_two_replicas_equal_one_and_a_resume_changes_no_bit(files, mirrored, tmp_path):
-    whole = make_loop(files, mirrored(1))
+    whole = make_loop(files, mirrored(1), tmp_path)
+    whole.train(7)
+    whole.save(wait=True)
     whole.train(12)
+    whole.checkpoints.close()
     two = make_loop(files, mirrored(2))
     two.train(12)
     for found, wanted in zip(weights(two), weights(whole), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
-    first = make_loop(files, mirrored(1), tmp_path)
-    first.train(7)
-    first.save()
-    first.checkpoints.close()
     second = make_loop(files, mirrored(1), tmp_path)
     assert second.restore().step == 7
     second.train(12)

@@ -6,11 +6,20 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import BATCH, CLASSES, FEATURES, assert_replicas_agree, examples, make_loop
+from helpers import (
+    BATCH,
+    CLASSES,
+    FEATURES,
+    CountsItself,
+    assert_replicas_agree,
+    counts,
+    examples,
+    make_loop,
+    sgd,
+)
 
 from ctl.data import InMemory
 from ctl.data.global_batches import GlobalBatches
-from ctl.inspect.measure.ablate import ablate
 from ctl.jobs import trials
 from ctl.loop import Loop
 from ctl.step import TrainStep
@@ -49,10 +58,10 @@ def network() -> keras.Model:
     )
 
 
-def tunable(strategy) -> Loop:
+def tunable(strategy, **more) -> Loop:
     adamw = lambda: keras.optimizers.AdamW(0.01)  # noqa: E731
     data = InMemory(examples(), global_batch_size=BATCH)
-    options = {"ema_decay": 0.9, "clip_norm": 1.0}
+    options = {"ema_decay": 0.9, "clip_norm": 1.0, **more}
     return make_loop(strategy, model=network, optimizer=adamw, data=data, seed=3, **options)
 
 
@@ -83,10 +92,10 @@ def two(monkeypatch):
 
 @pytest.mark.slow
 def test_a_training_does_not_see_the_trial(mirrored, two):
-    """BatchNorm, Dropout, AdamW, an average of the weights and metrics: bit for bit the same as
-    with the size that was kept, in the middle of an epoch, too."""
+    """BatchNorm, Dropout, AdamW, an average of the weights, metrics, and what each replica has of
+    its own: bit for bit the same as with the size that was kept, in the middle of an epoch, too."""
     strategy = mirrored(2)
-    trained, tuned = tunable(strategy), tunable(strategy)
+    trained, tuned = (tunable(strategy, step_class=CountsItself) for _ in range(2))
     trained.train(3)
     tuned.train(3)
     before = weights(tuned)
@@ -94,6 +103,7 @@ def test_a_training_does_not_see_the_trial(mirrored, two):
     assert tuned.global_step == 3 and kept == tuned.step.bytes_per_pack
     for a, b in zip(before, weights(tuned), strict=True):
         np.testing.assert_array_equal(a, b)
+    assert counts(tuned) == [3.0, 3.0]
     (times,) = two
     assert list(times) == [0, 128]
     assert all(len(seconds) >= 7 and min(seconds) > 0 for seconds in times.values())
@@ -105,28 +115,6 @@ def test_a_training_does_not_see_the_trial(mirrored, two):
     for name in ("loss", "accuracy"):
         assert results[0][name] == results[1][name]
     assert_replicas_agree(strategy, tuned.step.model.trainable_variables)
-
-
-class CountsItself(TrainStep):
-    """With a variable of each replica, which changes with every step."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.left = self.variable("left", [], per_replica=True)
-
-    def sum_gradients(self, gradients):
-        self.left.assign_add(1.0)
-        return super().sum_gradients(gradients)
-
-
-@pytest.mark.slow
-def test_what_each_replica_has_of_its_own_stays(mirrored, two):
-    loop = make_loop(mirrored(2), step_class=CountsItself)
-    loop.train(3)
-    trials.tune_packs(loop)
-    ablate(loop, rounds=2, steps=2)
-    left = loop.strategy.experimental_local_results(loop.step.left)
-    assert [float(part) for part in left] == [3.0, 3.0]
 
 
 def rounds(ratio, noise=0.0, count=7):
@@ -168,7 +156,8 @@ def test_more_rounds_are_made_while_it_is_undecided(mirrored, monkeypatch):
 
     monkeypatch.setattr(trials, "_slowest", measured)
     monkeypatch.setattr(trials, "candidates", lambda tensors: [0, 128])
-    each = tunable(mirrored(2))
+    data = InMemory(examples(), global_batch_size=BATCH)
+    each = make_loop(mirrored(2), optimizer=sgd(), data=data)
     assert trials.tune_packs(each, steps=1000) == 0 and len(made) == 2
     made.clear()
     assert trials.tune_packs(each) == 128

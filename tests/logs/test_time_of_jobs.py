@@ -15,7 +15,7 @@ from worker_jobs import assert_codes, run_job
 from ctl.logs.ledger import Start, read, spans, spent
 
 PROGRAM = SUPPORT / "ledger_job.py"
-PAUSE = 5.0
+PAUSE = 4.0
 OFTEN = 0.25  # seconds between two records, unless the machine is busy
 
 

@@ -117,14 +117,14 @@ def test_replicas_equal_one(mirrored):
 
 @pytest.mark.slow
 def test_a_resume_continues_the_phase(tmp_path, mirrored):
-    straight, first = unfreezing(mirrored(2)), unfreezing(mirrored(2), tmp_path)
+    straight, first = unfreezing(mirrored(1)), unfreezing(mirrored(1), tmp_path)
     for loop in (straight, first):
         loop.train_only([head(loop)])
     straight.train(6)
     first.train(2, total=6)
     first.save(wait=True)
     first.checkpoints.close()
-    resumed = unfreezing(mirrored(2), tmp_path, seed=1)
+    resumed = unfreezing(mirrored(1), tmp_path, seed=1)
     resumed.restore()
     assert not all(resumed.step.trainable_mask)
     resumed.train(6)

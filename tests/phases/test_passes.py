@@ -25,14 +25,13 @@ from ctl.errors import UsageError
 from ctl.phases import passes
 from ctl.step import TrainStep
 
-pytestmark = pytest.mark.compiled_update
-
 STEPS = 10
 plainly = functools.cache(trained_plainly)
 CUT, COMPILED = {"accumulate_steps": 2}, {"jit_compile": True}
 
 
 @pytest.mark.slow
+@pytest.mark.compiled_update
 def test_two_passes_may_be_accumulated_and_compiled(mirrored):
     loop = sam_loop(mirrored(2), **CUT, **COMPILED)
     loop.train(STEPS)
@@ -143,8 +142,11 @@ def pooled() -> keras.Model:
 
 @pytest.mark.parametrize(
     ("replicas", "options"),
-    [(2, COMPILED), (1, COMPILED | CUT), (1, {"model": pooled} | CUT)],
-    ids=["two", "cut", "pooled"],
+    [
+        pytest.param(2, COMPILED, marks=pytest.mark.compiled_update, id="two"),
+        pytest.param(1, COMPILED | CUT, id="cut"),
+        pytest.param(1, {"model": pooled} | CUT, id="pooled"),
+    ],
 )
 def test_two_passes_may_have_two_losses(mirrored, replicas, options):
     class Half(TrainStep):

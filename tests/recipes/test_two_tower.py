@@ -118,9 +118,9 @@ def test_rows_train_as_whole_tables(mirrored):
     weights = []
     for sparse_rows in ("on", "off"):
         keras.utils.set_random_seed(3)
-        with mirrored(2).scope():
+        with mirrored(1).scope():
             adam = keras.optimizers.Adam(0.01)
-        loop = make(mirrored(2), optimizer=adam, sparse_rows=sparse_rows)
+        loop = make(mirrored(1), optimizer=adam, sparse_rows=sparse_rows)
         loop.train(STEPS)
         assert bool(loop.step.tables.deferred) == (sparse_rows == "on")
         weights.append(loop.step.model.get_weights())

@@ -152,6 +152,23 @@ def make_loop(
     return Loop(step, data, strategy=strategy, **of_loop)
 
 
+class CountsItself(TrainStep):
+    """With a variable of each replica, which changes with every step."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.left = self.variable("left", [], per_replica=True)
+
+    def sum_gradients(self, gradients):
+        self.left.assign_add(1.0)
+        return super().sum_gradients(gradients)
+
+
+def counts(loop: Loop) -> list[float]:
+    """What each replica of a loop of `CountsItself` has counted."""
+    return [float(part) for part in loop.strategy.experimental_local_results(loop.step.left)]
+
+
 def largest_difference(ours, theirs) -> float:
     return max(
         float(np.abs(np.asarray(a) - np.asarray(b)).max())

@@ -32,7 +32,7 @@ from ctl.base import durable  # noqa: E402
 OUT = Path(sys.argv[1])
 OPTIONS = dict(argument.split("=") for argument in sys.argv[2:])
 KILLS, LATE = "kill" in OPTIONS, "late" in OPTIONS
-SECONDS, SAVED, KILLED, END = 5.0, 24, 40, 44
+SECONDS, SAVED, KILLED, END = 2.5, 24, 40, 44
 SLOW_STEP = 10
 SLOW_BATCH = 20
 WANTED = threading.Event()  # the step before that of the slow batch has begun
@@ -74,7 +74,7 @@ class Step(ctl.TrainStep):
         if number == SLOW_BATCH - 1:
             WANTED.set()
         if KILLS and number >= SAVED:
-            plant("lost", SECONDS / 10)
+            plant("lost", 0.5)
 
 
 class Evaluation(ctl.EvalStep):

@@ -1,4 +1,4 @@
-"""What a worker of tests/distributed/test_multi_worker.py runs: trains the MLP, and misbehaves.
+"""What a worker of tests/distributed/test_multi_worker*.py runs: trains the MLP, and misbehaves.
 
 python multi_worker.py OUT [fault=NAME] [step=N] [worker=I] [key=value …]
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ctl.base import console
 from ctl.distributed import cluster
+from ctl.distributed.cluster import rendezvous
 from ctl.jobs import trials
 
 console.log_to_terminal()
@@ -229,6 +230,8 @@ def fit(strategy: tf.distribute.Strategy) -> str:
 
 
 def main() -> None:
+    if "quiet" in OPTIONS:
+        watchdog._QUIET_SECONDS = rendezvous._QUIET_SECONDS = float(OPTIONS["quiet"])
     if "devices" in OPTIONS:
         cut_into_devices(int(OPTIONS["devices"]))
     if "own" in OPTIONS:  # as in TensorFlow's tutorials, the loop inside of the scope

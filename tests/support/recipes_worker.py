@@ -100,7 +100,13 @@ def asks_for_workers(name: str) -> bool:
 # Of one class with "compressed int8", with the same state and exchange; the base class of DiLoCo.
 LIKE_ANOTHER = {"compressed fp16", "compressed topk", "local_sgd"}
 
-ON_WORKERS = [name for name in LOOPS if asks_for_workers(name) and name not in LIKE_ANOTHER]
+# A noise scale adds no collective: a step with it trains as one without it, see
+# tests/recipes/test_gradient_noise_scale.py. tests/test_methods.py has two workers with "zero1".
+ELSEWHERE = {"gradient_noise_scale", "zero1"}
+
+ON_WORKERS = [
+    name for name in LOOPS if asks_for_workers(name) and name not in LIKE_ANOTHER | ELSEWHERE
+]
 
 
 def trained(strategy, name: str) -> list[list[np.ndarray]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,13 +96,18 @@ def trained(
     kind: str,
     strategy: tf.distribute.Strategy | None,
     directory: str,
-    until: int = STEPS,
+    halfway: str = "",
     **options: Any,
 ) -> ctl.Loop:
-    """Goes on with what is in ``directory``, and saves."""
+    """Goes on with what is in ``directory``, and saves; also after half of the steps, into a copy
+    of the directory, ``halfway``."""
     loop = make_loop(kind, strategy, directory, **options)
     loop.restore()
-    loop.train(until)
+    if halfway:
+        loop.train(STEPS // 2)
+        loop.save(wait=True)
+        shutil.copytree(OUT / directory, OUT / halfway, ignore=shutil.ignore_patterns(".lock"))
+    loop.train(STEPS)
     loop.save(wait=True)
     return loop
 
@@ -135,12 +141,11 @@ def run() -> None:
     strategy, found = start_servers(), {}
     for kind in OPTIMIZERS:
         options = {"accumulate_steps": 2} if kind == "adagrad" else {}
-        split = trained(kind, strategy, f"{kind} split", **options)
-        whole = trained(kind, None, f"{kind} whole", **options)
+        split = trained(kind, strategy, f"{kind} split", f"{kind} from", **options)
+        whole = trained(kind, None, f"{kind} whole", f"{kind} to", **options)
         found[kind] = difference(split, whole)
-    for directory, first, then in (("from", strategy, None), ("to", None, strategy)):
-        trained(kind, first, directory, STEPS // 2)
-        found[directory] = difference(trained(kind, then, directory), whole)
+    for direction, then in (("from", None), ("to", strategy)):
+        found[direction] = difference(trained(kind, then, f"{kind} {direction}"), whole)
     with strategy.scope():
         again = ctl.TrainStep(split.step.model, OPTIMIZERS["adagrad"]())
     again.build(strategy)

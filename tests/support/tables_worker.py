@@ -155,12 +155,18 @@ def train_large(
 
 
 def memory(
-    strategy: tf.distribute.Strategy, optimizer: str, late: bool, plan: str = "sharded"
+    strategy: tf.distribute.Strategy,
+    optimizer: str,
+    late: bool,
+    plan: str = "sharded",
+    warm: bool = True,
 ) -> float:
     """The memory that this worker needs at its peak to make, and to train, a table of 256 MiB, over
-    what it holds of the table and of its slots."""
+    what it holds of the table and of its slots. ``warm``: trains a small one before, which takes
+    what TensorFlow needs to trace a step; other trainings do, too."""
     rows, slots = 1 << 20, {"sgd": 0, "adagrad": 1, "adam": 2}[optimizer]
-    train_large(strategy, optimizer, late, 1000, plan)  # what TensorFlow needs to trace a step
+    if warm:
+        train_large(strategy, optimizer, late, 1000, plan)
     with peak_memory() as peak:
         train_large(strategy, optimizer, late, rows, plan)
     local = len(strategy.extended.worker_devices)
@@ -176,7 +182,7 @@ def main() -> None:
     np.save(out / f"{SPLIT} loss {me.index}.npy", loss)
     for optimizer in OPTIMIZERS:
         np.savez(out / f"{optimizer} {me.index}.npz", *trained(strategy, optimizer, "on"))
-    needed = [memory(strategy, "sgd", late=True, plan=plan) for plan in ("sharded", "replicated")]
+    needed = [memory(strategy, "sgd", True, plan, warm=False) for plan in ("sharded", "replicated")]
     (out / f"memory {me.index}.json").write_text(json.dumps(needed))
     found = [wire(strategy, fits) for fits in (True, False)]
     (out / f"wire {me.index}.json").write_text(json.dumps(found))

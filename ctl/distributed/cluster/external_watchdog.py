@@ -23,7 +23,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 # The first bytes of a gRPC client: the preface of HTTP/2 and an empty SETTINGS frame (RFC 9113,
@@ -52,7 +52,7 @@ def ask_grpc(host: str | None, port: int | None, timeout: float) -> None:
 
 
 class Keeper:
-    """The second process. It ends with this one.
+    """The second process, a context manager. It ends with the context, or with this process.
 
     Args:
         doing: this task and what TensorFlow has been doing, for messages.
@@ -71,7 +71,7 @@ class Keeper:
         timeout: float,
         flag: str,
         *,
-        patient: bool,
+        patient: bool = False,
         signals: Sequence[int] = (),
         frozen: float | None = None,
     ):
@@ -92,6 +92,12 @@ class Keeper:
             self._process = subprocess.Popen(program, stdin=pipe, stdout=pipe)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+    def __enter__(self) -> Keeper:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def beat(self) -> None:
         """Says that Python runs."""
@@ -117,25 +123,6 @@ class Keeper:
         self._process.communicate()
         for number, handler in self._before.items():
             self._libc.signal(number, handler)
-
-
-@contextlib.contextmanager
-def limited(
-    doing: str,
-    peers: Mapping[str, str],
-    timeout: float,
-    flag: str,
-    *,
-    signals: Sequence[int] = (),
-    frozen: float | None = None,
-) -> Iterator[Keeper]:
-    """A context that ends this process with code 5 if it is not left after ``timeout`` seconds, and
-    with 42 if one of ``signals`` comes to its group. Arguments as of `Keeper`."""
-    keeper = Keeper(doing, peers, timeout, flag, patient=False, signals=signals, frozen=frozen)
-    try:
-        yield keeper
-    finally:
-        keeper.close()
 
 
 def _silent(

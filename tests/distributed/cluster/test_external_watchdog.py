@@ -30,7 +30,7 @@ HOLDS_THE_LOCK = "ctypes.PyDLL(None).sleep(60)"
 
 @pytest.fixture
 def start():
-    """Starts a process that executes a line in `limited`, which then prints "on"."""
+    """Starts a process that executes a line in a `Keeper`, which then prints "on"."""
     processes = []
 
     def start(
@@ -43,7 +43,7 @@ def start():
         program = (
             "import ctypes, os, time\n"
             f"from ctl.distributed.cluster import external_watchdog as held; {before}\n"
-            f"with held.limited('worker 0: it connects', {peers}, {timeout}, '--flag', "
+            f"with held.Keeper('worker 0: it connects', {peers}, {timeout}, '--flag', "
             f"signals={[*map(int, signals)]}):\n"
             f"    print('inside', flush=True); {inside}\n"
             "print('on', flush=True)\n"
@@ -203,16 +203,16 @@ def test_who_waits_before_tensorflow_is_not_gone(start):
         process = start(HOLDS_THE_LOCK, 1.0, peers)
         errors = process.communicate(timeout=40)[1]
         assert errors.endswith(f"waiting for worker 2 (at {gone}: Connection refused)\n")
-        with external_watchdog.limited("", {"worker 1": early}, 60.0, "") as keeper:
+        with external_watchdog.Keeper("", {"worker 1": early}, 60.0, "") as keeper:
             assert keeper.silent() == f"worker 1 (at {early}: what answers is not gRPC)"
 
 
 def test_who_is_silent_is_told_when_asked(start):
     gone = launch.cluster(1)["worker"][0]
     with server(b"\0\0\0\4\0\0\0\0\0") as well:
-        with external_watchdog.limited("", {"ps 0": well, "ps 1": gone}, 60.0, "") as keeper:
+        with external_watchdog.Keeper("", {"ps 0": well, "ps 1": gone}, 60.0, "") as keeper:
             assert keeper.silent() == f"ps 1 (at {gone}: Connection refused)"
-        with external_watchdog.limited("", {"ps 0": well}, 60.0, "") as keeper:
+        with external_watchdog.Keeper("", {"ps 0": well}, 60.0, "") as keeper:
             assert keeper.silent() == ""
             keeper._process.kill()
             assert keeper.silent() == ""
@@ -320,11 +320,11 @@ FLAG = "--startup_timeout"
 def run():
     os.setpgrp()  # as of a launcher
     signals.begin()  # as a command
-    me, limited = resolve(None, None), external_watchdog.limited
+    me, keeper = resolve(None, None), external_watchdog.Keeper
     if me.index == 1:
         freeze = lambda **_: os.kill(os.getpid(), signal.SIGSTOP)
         tf.distribute.MultiWorkerMirroredStrategy = freeze
-    external_watchdog.limited = lambda doing, peers, *_, signals, frozen: limited(
+    external_watchdog.Keeper = lambda doing, peers, *_, signals, frozen: keeper(
         doing, peers, SECONDS, FLAG, signals=signals
     )
     make_multi_worker(me)

@@ -279,8 +279,8 @@ def test_a_reader_that_is_stuck_keeps_nobody(start):
     full = """
 from ctl.base import console
 console.log_to_terminal()
-watchdog._QUIET_SECONDS, watchdog._LAST_WORDS_SECONDS = 3.5, 3.0
-watchdog._watchdog.timeout = 5.0
+watchdog._QUIET_SECONDS, watchdog._LAST_WORDS_SECONDS = 1.0, 1.5
+watchdog._watchdog.timeout = 2.5
 os.set_blocking(2, False)
 with contextlib.suppress(BlockingIOError):
     while True:
