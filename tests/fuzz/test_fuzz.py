@@ -21,8 +21,7 @@ ELSEWHERE = {"optimizer", "checked"}
 
 
 def values_of(case: Case) -> set:
-    left_out = NUMBERS | ELSEWHERE
-    return {pair for pair in dataclasses.asdict(case).items() if pair[0] not in left_out}
+    return {(k, v) for k, v in dataclasses.asdict(case).items() if k not in NUMBERS | ELSEWHERE}
 
 
 @functools.cache

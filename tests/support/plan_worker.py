@@ -93,7 +93,8 @@ def main() -> None:
         "compiled": loop(lambda: wide(800), jit_compile=True),
         "large": loop(lambda: wide(3000)),
     }
-    of_both = ("clean", "packs", "one more")  # which are compared; of the others, one is enough
+    # Compared, so planned by both workers, and first: they trace them in the same order.
+    of_both = "clean", "packs", "one more"
     planned = kinds if me.index == 0 else of_both
     plans = {name: kinds[name].plan().to_json() for name in planned}
     if me.index == 0:
