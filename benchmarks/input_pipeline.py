@@ -26,7 +26,7 @@ from ctl.flags.parsing import group, run_command
 
 # The names are those of `peers/images.py`. The streams decode every image in every epoch.
 _STREAMS = ("ctl_stream", "ctl_stream_tuned")
-PIPELINES = ("tutorial", "ctl", *_STREAMS)
+PIPELINES = ("tutorial", "ctl_own", "ctl", *_STREAMS)
 
 with group("What is measured"):
     _PIPELINES = flags.DEFINE_list("pipelines", list(PIPELINES), ", ".join(PIPELINES))

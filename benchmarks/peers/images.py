@@ -15,7 +15,7 @@ from lines import serve
 
 from ctl.flags.parsing import group, run_command
 
-PIPELINES = ("tutorial", "ctl", "ctl_stream", "ctl_stream_tuned")
+PIPELINES = ("tutorial", "ctl_own", "ctl", "ctl_stream", "ctl_stream_tuned")
 
 with group("This peer"):
     _PIPELINE = flags.DEFINE_enum("pipeline", "ctl", PIPELINES, "where the images come from")
@@ -43,9 +43,21 @@ def build_tutorial():
     return strategy, Feed(iterator, ()), lambda x, _: x
 
 
-def build_ctl(stream: bool, tuned: bool):
-    """The same three, as `ctl.Loop` has them with `ctl.data.load`. ``tuned``: with the autotuning
-    of `tf.data`, which ctl turns off."""
+def ctl_dataset(name: str):
+    """The `Dataset` of ctl: of `ctl.data.load`, or of the pipeline of the tutorials."""
+    import ctl
+
+    batch = _BATCH.value
+    if name == "ctl_own":
+        dataset, _ = pipeline.load(_DATASET.value, batch, _DATA_DIR.value)
+        return ctl.data.as_dataset(dataset, global_batch_size=batch)
+    limit = {"resident_limit_mib": 0} if "stream" in name else {}
+    return ctl.data.load(_DATASET.value, data_dir=_DATA_DIR.value, global_batch_size=batch, **limit)
+
+
+def build_ctl(name: str):
+    """The same three as of `build_tutorial`, as `ctl.Loop` has them. `ctl_stream_tuned`: with the
+    autotuning of `tf.data`, which ctl turns off."""
     import tensorflow as tf
 
     import ctl
@@ -53,13 +65,8 @@ def build_ctl(stream: bool, tuned: bool):
     from ctl.phases.base_step import scale_images
 
     strategy = ctl.make_strategy(replicas=_REPLICAS.value).strategy
-    dataset = ctl.data.load(
-        _DATASET.value,
-        data_dir=_DATA_DIR.value,
-        global_batch_size=_BATCH.value,
-        **({"resident_limit_mib": 0} if stream else {}),
-    )
-    if tuned:
+    dataset = ctl_dataset(name)
+    if "tuned" in name:
         options = tf.data.Options()
         options.autotune.enabled = True
         batches = dataset.batches().with_options(options)
@@ -81,7 +88,7 @@ def build():
     if name == "tutorial":
         strategy, feed, on_replica = build_tutorial()
     else:
-        strategy, feed, on_replica = build_ctl("stream" in name, "tuned" in name)
+        strategy, feed, on_replica = build_ctl(name)
 
     import tensorflow as tf
 

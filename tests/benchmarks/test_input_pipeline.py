@@ -9,11 +9,12 @@ pytestmark = pytest.mark.slow  # starts processes
 
 
 def test_input_pipeline(tmp_path):
-    how = "--replicas=2 --pipelines=tutorial,ctl --rounds=2 --steps=80 --warm_up=1"
+    how = "--replicas=2 --pipelines=tutorial,ctl_own,ctl --rounds=2 --steps=80 --warm_up=1"
     rows = results(tmp_path, f"input_pipeline.py {how}")[0]["replicas"]["2"]
     assert rows["tutorial"]["ratio"] == {"median": 1.0, "min": 1.0, "max": 1.0}
     # One epoch or so: the images are those of the same dataset, in the same units.
-    assert rows["ctl"]["mean"] == pytest.approx(rows["tutorial"]["mean"], rel=0.02)
+    for name in ("ctl_own", "ctl"):
+        assert rows[name]["mean"] == pytest.approx(rows["tutorial"]["mean"], rel=0.02)
     rounds = rows["ctl"]["rounds"]
     assert [r["images"] for r in rounds] == [80 * 128] * 2
     assert rows["ctl"]["images_per_second"]["max"] == max(
