@@ -20,6 +20,7 @@ from absl import logging
 
 from ctl.data.dataset import Dataset
 from ctl.data.in_memory import InMemory
+from ctl.data.mixture import Mixture
 from ctl.distributed import local_batch, replicas
 from ctl.phases import labels, losses
 from ctl.phases.metrics import Accuracy
@@ -161,7 +162,7 @@ def _device(step: TrainStep) -> str:
 
 def _settings(step: TrainStep, dataset: Dataset) -> str | None:
     data: Any = dataset
-    if type(data) is not InMemory or not data.training:
+    if type(data) not in (InMemory, Mixture) or not data.training:
         return f"the data are {type(data).__name__}, not arrays in memory"
     if not all(a.dtype.kind in _NUMBERS for a in keras.tree.flatten(data.arrays)):
         return "the data are not all numbers"

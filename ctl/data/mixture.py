@@ -123,10 +123,11 @@ class Mixture(InMemory):
         def rows_of(part: int, numbers: tf.Tensor) -> tf.Tensor:
             """The examples of a part at its positions ``numbers``, which follow each other."""
             dataset = self.parts[part]
-            epochs, _ = tf.unique(numbers // dataset.num_examples)
+            size = dataset.num_examples
+            first, end = tf.reduce_sum(numbers[:1]), tf.reduce_sum(numbers[-1:] + 1)  # 0 of none
+            epochs = tf.range(first // size, -(-end // size))
             rows = tf.reshape(tf.map_fn(dataset.permutation, epochs), [-1])
-            first = tf.reduce_min(epochs) * dataset.num_examples
-            return tf.gather(rows, numbers - first)
+            return rows[first % size :][: end - first]
 
         def batches_from(step: tf.Tensor) -> tf.Tensor:
             positions = step * batch + tf.range(steps * batch, dtype=tf.int64)
@@ -134,11 +135,10 @@ class Mixture(InMemory):
             places, rows, first = [], [], 0
             for part, dataset in enumerate(self.parts):
                 here = parts == part
-                places.append(tf.where(here)[:, 0])
+                places.append(tf.cast(tf.where(here)[:, 0], tf.int32))
                 rows.append(first + rows_of(part, tf.boolean_mask(numbers, here)))
                 first += dataset.num_examples
-            order = tf.argsort(tf.concat(places, 0))
-            return tf.reshape(tf.gather(tf.concat(rows, 0), order), [steps, batch])
+            return tf.reshape(tf.dynamic_stitch(places, rows), [steps, batch])
 
         return endless(tf.data.Dataset.range(start_step, tf.int64.max, steps).map(batches_from))
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from helpers import BATCH, CLASSES, FEATURES, adam, convolutions, examples, make_loop, sgd
 
 from ctl.control import jit
-from ctl.data import InMemory
+from ctl.data import InMemory, mix
 from ctl.data.global_batches import GlobalBatches
 from ctl.errors import DivergedError
 from ctl.phases.losses import cross_entropy
@@ -222,6 +222,18 @@ def test_what_is_not_known_to_gain_and_to_work_is_not_compiled(mirrored, reason)
     each = loop(mirrored, **OTHERS[reason])
     assert each.step.jit_compile is False
     assert re.search(reason, jit.why_not(each.step, each.dataset))
+
+
+def test_a_mixture_in_memory_is_compiled(mirrored):
+    def mixture():
+        datasets = (InMemory(examples(), global_batch_size=BATCH, seed=seed) for seed in (1, 2))
+        return mix([*zip(datasets, (0.7, 0.3), strict=True)])
+
+    by_rule = loop(mirrored, data=mixture, seed=1)
+    assert by_rule.step.jit_compile is True
+    without = loop(mirrored, data=mixture, seed=1, jit_compile=False)
+    losses = [each.train(7, progress=False)["loss"] for each in (by_rule, without)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def on_gpu(monkeypatch, of):
