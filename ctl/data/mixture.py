@@ -124,7 +124,8 @@ class Mixture(InMemory):
             """The examples of a part at its positions ``numbers``, which follow each other."""
             dataset = self.parts[part]
             size = dataset.num_examples
-            first, end = tf.reduce_sum(numbers[:1]), tf.reduce_sum(numbers[-1:] + 1)  # 0 of none
+            # Sums of one number, or of none: then there is no epoch.
+            first, end = tf.reduce_sum(numbers[:1]), tf.reduce_sum(numbers[-1:] + 1)
             epochs = tf.range(first // size, -(-end // size))
             rows = tf.reshape(tf.map_fn(dataset.permutation, epochs), [-1])
             return rows[first % size :][: end - first]
