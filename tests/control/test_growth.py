@@ -27,6 +27,7 @@ def make(strategy, rows, directory, **options) -> Loop:
     return Loop(step, data, strategy=strategy, checkpoints=directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "replicas, options",
     [

@@ -281,6 +281,7 @@ def words():
     return InMemory((ids, ids.sum(1) % CLASSES), global_batch_size=BATCH)
 
 
+@pytest.mark.slow
 def test_layers_that_gain_are_compiled(mirrored):
     """The numbers are those without XLA, up to rounding."""
     ends = []

@@ -134,6 +134,7 @@ def tables() -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.slow
 def test_files_of_users_are_those_of_a_disk(root, tmp_path, cache):
     """``--dataset`` as a URL: tables, images, tar files, clicks, records; also text."""
     disk = tmp_path / "disk"

@@ -140,6 +140,7 @@ def pooled() -> keras.Model:
     return network(layers.Reshape([4, 3]), layers.MaxPooling1D(2), layers.Flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "options"),
     [

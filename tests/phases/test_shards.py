@@ -40,6 +40,7 @@ def dense():
     return {kind: tables_worker.trained(strategy, kind, "off") for kind in OPTIMIZERS}
 
 
+@pytest.mark.slow
 def test_equals_whole_tables(mirrored, dense):
     """On shares of any size, some of which have no examples. AdamW, and four replicas: see
     `test_a_checkpoint_of_any_number_of_replicas_goes_on_with_any_other`."""
@@ -193,6 +194,7 @@ def test_who_reads_a_table_finds_all_rows(mirrored, dense, split, tmp_path):
         loop.train(STEPS + 1)
 
 
+@pytest.mark.slow
 def test_rows_of_one_width_are_fetched_together(mirrored):
     """Of four lookups in tables of two widths, with the same bits as one after the other."""
 

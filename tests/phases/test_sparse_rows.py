@@ -94,6 +94,7 @@ def test_equals_dense_gradients(mirrored, optimizer, replicas, options):
     assert_close(trained(mirrored(replicas), "on", optimizer=optimizer, **options), want)
 
 
+@pytest.mark.slow
 def test_equals_them_for_several_tables_on_shares_of_any_size(mirrored):
     want = tables_worker.trained(mirrored(1), "adamw", "off")
     assert_close(tables_worker.trained(mirrored(3), "adamw", "on"), want)
@@ -117,6 +118,7 @@ def test_lazily_rows_without_a_gradient_stay(mirrored, split):
     assert_close(found[1], found[0])
 
 
+@pytest.mark.slow
 def test_a_resume_changes_no_bit(mirrored, tmp_path):
     def variables(loop):
         return [v.numpy() for group in loop.state.variables().values() for v in group]
@@ -135,6 +137,7 @@ def test_a_resume_changes_no_bit(mirrored, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_a_full_history_is_emptied_at_the_same_steps_in_any_run(mirrored, monkeypatch, tmp_path):
     monkeypatch.setattr(deferred, "HISTORY", 8)
     whole = make(mirrored(1), on_nan="skip")
@@ -153,6 +156,7 @@ def test_a_full_history_is_emptied_at_the_same_steps_in_any_run(mirrored, monkey
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_who_reads_a_table_finds_all_rows_up_to_date(mirrored, tmp_path):
     want = by_dense_gradients("adamw")
     loop = make(mirrored(1), checkpoints=str(tmp_path / "checkpoints"))
@@ -306,6 +310,7 @@ def of_words(kind: str) -> keras.Model:
 WORDS = [f"word {number}" for number in range(ROWS - 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hashing", "lookup", "padded", "weighted", "shared"])
 def test_hashed_words_and_bags(mirrored, kind):
     random = np.random.default_rng(0)
@@ -511,6 +516,7 @@ def test_a_step_with_its_own_call_gets_dense_gradients(mirrored):
         make(mirrored(1), "on", step_class=Whole)
 
 
+@pytest.mark.slow
 def test_trials_end_where_a_history_is_full(mirrored, monkeypatch):
     monkeypatch.setattr(deferred, "HISTORY", 4)
     loop = make(mirrored(2), optimizer="momentum")

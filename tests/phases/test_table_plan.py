@@ -147,6 +147,7 @@ def test_data_of_which_no_batch_can_be_read(mirrored):
     assert (one.how, one.wire_bytes) == ("by rows", None)
 
 
+@pytest.mark.slow
 def test_equals_dense_tables(mirrored):
     with mock.patch.object(table_plan, "_available", lambda _: -(10**9)):
         weights = tables_worker.trained(mirrored(2), "adagrad", "on", "auto")

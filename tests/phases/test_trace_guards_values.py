@@ -230,6 +230,7 @@ class Reads(OfAClass):
         return losses + (0.0 if RATE != RATE else RATE), outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [wide_model, Subclassed])
 def test_what_a_trace_does_not_read_is_not_traced_again(model, monkeypatch):
     """Globals that are called like an attribute; what `fit`, `predict` and evaluations leave."""

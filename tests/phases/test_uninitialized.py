@@ -52,6 +52,7 @@ def test_rows_are_drawn_with_the_bits_of_the_whole(initializer, width):
         np.testing.assert_array_equal(part.numpy(), whole[start:end])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan, replicas", [("sharded", 2), ("replicated", 2), ("replicated", 1)])
 def test_a_loop_makes_the_tables_that_keras_makes(mirrored, plan, replicas):
     """And their variables have the same names, which weight decay may exclude."""

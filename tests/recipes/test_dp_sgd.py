@@ -136,6 +136,7 @@ def test_the_bounds():
     assert step.privacy(10_001)["epsilon"] > found["epsilon"] == step.privacy(9_901)["epsilon"]
 
 
+@pytest.mark.slow
 def test_the_log_has_them():
     loop = make(noise=1.0)
     found = loop.train(5)
