@@ -141,7 +141,7 @@ class Steps:
     def call(
         self, feed: Feed, steps: tf.Tensor, report: tf.Tensor, trace_key: TraceKey
     ) -> CallResult:
-        """Calls `run`. Of a feed and a ``trace_key``, TensorFlow looks for the trace once."""
+        """Calls `run`, by the trace that an earlier call with this ``trace_key`` has found."""
         arguments = feed, steps, report, trace_key
         if tf.config.functions_run_eagerly():
             return self.run(*arguments)
@@ -899,7 +899,7 @@ class Loop:
         return Preempted(f"{name}: saved step {step} in {path}; the same command resumes")
 
     def stop_on_signals(self) -> contextlib.AbstractContextManager[None]:
-        """While inside, the loop answers SIGTERM and SIGINT: it finishes the current call, saves
-        the state and raises `Preempted`, which ends a program with 42. For a second SIGINT, see
-        `Signals.noted`. Main thread only."""
+        """While inside, the loop answers SIGTERM and SIGINT: it finishes the current call,
+        with several workers also the next one, saves the state and raises `Preempted`, which ends a
+        program with 42. For a second SIGINT, see `Signals.noted`. Main thread only."""
         return self.signals.noted()

@@ -275,6 +275,15 @@ def test_make_every_schedule():
     )
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_those_that_depend_on_the_length_are_named(name):
+    pieces = {"boundaries": [30], "values": [2, 1]} if name == "piecewise" else {}
+    short, long = (
+        make_schedule(name, total_steps=n, steps_per_epoch=10.0, **pieces) for n in (50, 60)
+    )
+    assert (short != long) == (name in durations.OF_A_LENGTH)
+
+
 def test_a_name_without_a_branch_is_not_another_schedule(monkeypatch):
     monkeypatch.setitem(SCHEDULES, "linear", SCHEDULES["polynomial"])
     with pytest.raises(AssertionError, match="linear is in SCHEDULES, and has no branch"):
