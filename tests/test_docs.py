@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,3 +65,30 @@ def test_names_of_ctl_on_a_page_exist(page):
     spans = re.findall(r"`([^`]+)`", text)
     names = {name for span in spans for name in re.findall(r"\bctl(?:\.[A-Za-z]\w*)+", span)}
     assert not [name for name in sorted(names) if not exists(name)]
+
+
+def times_of(path: Path) -> Iterator[tuple[str, float]]:
+    """The names and values of a module's constants in seconds."""
+    for line in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(line, ast.Assign):
+            value = line.value
+            values = value.elts if isinstance(value, ast.Tuple) else [value]
+            (target,) = line.targets
+            names = target.elts if isinstance(target, ast.Tuple) else [target]
+            for name, number in zip(names, values, strict=len(names) > 1):
+                if isinstance(name, ast.Name) and name.id.endswith("SECONDS"):
+                    yield name.id, ast.literal_eval(number)
+
+
+def test_every_time_limit_is_in_the_table():
+    """With its value, by the name of its module, or without if several modules have it."""
+    page = (ROOT / "ctl/distributed/watch/README.md").read_text("utf-8")
+    table = page.partition("## Every time limit")[2].partition('\n\n"Silent"')[0]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    told = {name: row[0] for row in rows for name in re.findall(r"`([\w.]+SECONDS)`", row[1])}
+    modules = [*(ROOT / "ctl/distributed").rglob("*.py"), ROOT / "ctl/launch.py"]
+    modules += [ROOT / f"ctl/base/{name}.py" for name in ("signals", "console")]
+    found = [(f"{m.stem}.{name}", name, value) for m in modules for name, value in times_of(m)]
+    assert len(found) > 30
+    for name, bare, value in found:
+        assert told.get(name, told.get(bare)) == f"| {value:g}", name
