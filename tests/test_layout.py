@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import sys
@@ -42,12 +43,17 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-MODULES = {name_of(path): ast.parse(path.read_text("utf-8")) for path in ROOT.glob("ctl/**/*.py")}
+MODULES = {name_of(path): path for path in ROOT.glob("ctl/**/*.py")}
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
-    """The modules of ctl that ``tree`` imports, wherever the import stands; those of types, too."""
-    for node in ast.walk(tree):
+@functools.cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text("utf-8"))
+
+
+def imports(module: str) -> Iterator[str]:
+    """The modules of ctl that ``module`` imports, wherever the import stands; of types, too."""
+    for node in ast.walk(tree(module)):
         if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("ctl."):
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
@@ -60,13 +66,19 @@ def room(module: str) -> str:
     return (module.split(".") + ["__init__"])[1]
 
 
-IMPORTS = {module: set(imports(tree)) for module, tree in MODULES.items()}
-ARROWS = {
-    (room(module), room(imported), module)
-    for module, found in IMPORTS.items()
-    for imported in found
-    if room(module) != room(imported)
-}
+@functools.cache
+def all_imports() -> dict[str, set[str]]:
+    return {module: set(imports(module)) for module in MODULES}
+
+
+def arrows() -> set[tuple[str, str, str]]:
+    """(room, another that it imports, by which of its modules)."""
+    return {
+        (room(module), room(imported), module)
+        for module, found in all_imports().items()
+        for imported in found
+        if room(module) != room(imported)
+    }
 
 
 def test_every_folder_is_a_package():
@@ -79,13 +91,13 @@ def test_every_room_has_a_layer():
 
 
 def test_rooms_import_those_below():
-    upward = [a for a in ARROWS if LAYERS.index(a[1]) > LAYERS.index(a[0])]
+    upward = [a for a in arrows() if LAYERS.index(a[1]) > LAYERS.index(a[0])]
     assert not upward
 
 
 def test_rooms_have_few_arrows():
     """More are harder to follow: move what is imported, or let its owner hand it on."""
-    assert len({(one, other) for one, other, _ in ARROWS}) <= MOST_ARROWS
+    assert len({(one, other) for one, other, _ in arrows()}) <= MOST_ARROWS
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
@@ -93,7 +105,7 @@ def test_no_module_imports_itself_by_way_of_others(module):
     seen, left = set(), [(module, ())]
     while left:
         at, way = left.pop()
-        for imported in IMPORTS[at] - {"ctl"}:
+        for imported in all_imports()[at] - {"ctl"}:
             assert imported != module, " -> ".join([*way, at, module])
             if imported not in seen:
                 seen.add(imported)
@@ -107,7 +119,7 @@ PACKAGES |= {"ctl.jobs": ctl.jobs, "ctl.checkpoint": ctl.checkpoint, "ctl.recipe
 
 @pytest.mark.parametrize("module", sorted(m for m in MODULES if room(m) in ("recipes", "examples")))
 def test_recipes_and_examples_import_public_names(module):
-    for node in ast.walk(MODULES[module]):
+    for node in ast.walk(tree(module)):
         if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("ctl."):
             if not str(node.module).startswith("ctl.recipes"):
                 assert {a.name for a in node.names} <= {*PACKAGES[node.module].__all__}
@@ -123,7 +135,7 @@ def test_the_map_lists_the_rooms_from_above():
     page = (ROOT / "ctl/README.md").read_text("utf-8").split("## ")[0]
     listed = re.findall(r"^- \[?`(\w+)(?:\.py|/)`", page, re.MULTILINE)
     assert sorted(listed) == sorted(LAYERS)
-    upward = [a for a in ARROWS if listed.index(a[1]) < listed.index(a[0])]
+    upward = [a for a in arrows() if listed.index(a[1]) < listed.index(a[0])]
     assert not upward
 
 
@@ -166,15 +178,15 @@ def test_the_tests_that_hold_the_promises_are_there():
         assert not function or f"def {function}(" in test.read_text("utf-8"), function
 
 
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+def functions(code: ast.AST) -> Iterator[ast.FunctionDef]:
+    return (node for node in ast.walk(code) if isinstance(node, ast.FunctionDef))
 
 
 def test_functions_of_the_hot_path_and_of_the_commands_are_short():
     """Their code; not their docstrings, whose length is that of what they promise."""
     alone = [m for m in MODULES if m.count(".") == 1 and room(m) not in ("testing", "errors")]
     for module in alone:
-        for function in functions(MODULES[module]):
+        for function in functions(tree(module)):
             body = function.body[1:] if ast.get_docstring(function) else function.body
             lines = function.body[-1].end_lineno - body[0].lineno + 1 if body else 0
             assert lines <= MOST_LINES, f"{module}.{function.name} has {lines} lines"
@@ -186,7 +198,7 @@ def test_what_the_flags_need_loads_no_tensorflow_at_the_top():
     light = [m for m in MODULES if m.startswith(starts)]
     assert len(light) > 8
     for module in light:
-        for node in MODULES[module].body:
+        for node in tree(module).body:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             assert not {"tensorflow", "keras", "numpy"} & set(names), module
 
