@@ -156,6 +156,7 @@ def test_the_places_of_the_map_are_there():
             assert re.search(rf"^ *(def|class) {part}\b", text, re.MULTILINE), (name, file)
 
 
+@pytest.mark.slow
 def test_every_module_has_tests_that_are_found():
     """`python tests/first.py FILE` lists them."""
     for path in ROOT.glob("ctl/**/*.py"):

@@ -118,6 +118,7 @@ def test_what_pypi_shows_leads_to_the_tag_of_the_version(sdist):
         assert link in (ADDRESS, f"{ADDRESS}/issues") or (ROOT / file.partition("#")[0]).is_file()
 
 
+@pytest.mark.slow
 def test_without_an_address_pypi_shows_no_links(wheel):
     """The wheel of the fixture was built without one."""
     assert metadata(wheel).get_all("Project-URL") is None

@@ -41,6 +41,7 @@ def compared(strategy, every: int = 2, **options) -> ctl.Loop:
     return loop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "broken", "said"),
     [

@@ -156,6 +156,7 @@ def test_data_with_a_nan_are_named_as_before():
         loop.train(2, eager=True)
 
 
+@pytest.mark.slow
 def test_checks_of_all_operations_in_a_graph(mirrored):
     """XLA has none; the message says what works."""
     tf.debugging.enable_check_numerics()

@@ -63,6 +63,7 @@ def test_the_rows_that_were_there_go_on_as_they_would(mirrored, tmp_path, replic
         make(mirrored(replicas), ROWS, tmp_path, **options).restore(grow=True)
 
 
+@pytest.mark.slow
 def test_slots_of_new_rows_begin_as_the_optimizer_makes_them(mirrored, tmp_path):
     """Those of Adagrad are not 0. The run goes on on more replicas, with tables that are split."""
 

@@ -224,6 +224,7 @@ def test_what_is_not_known_to_gain_and_to_work_is_not_compiled(mirrored, reason)
     assert re.search(reason, jit.why_not(each.step, each.dataset))
 
 
+@pytest.mark.slow
 def test_a_mixture_in_memory_is_compiled(mirrored):
     def mixture():
         datasets = (InMemory(examples(), global_batch_size=BATCH, seed=seed) for seed in (1, 2))
@@ -318,6 +319,7 @@ def test_nobody_sees_that_the_model_was_looked_at(mirrored):
     assert layer.calls == traced  # it is not traced again for what the first trace has counted
 
 
+@pytest.mark.slow
 def test_the_model_is_looked_at_again_after_a_change(mirrored, monkeypatch):
     looked = []
     looks = jit._operations

@@ -241,6 +241,7 @@ def changed_weights(loop, at):
     return shrink
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "evaluated", "writes"),
     [

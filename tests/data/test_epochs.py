@@ -38,6 +38,7 @@ def test_the_length_of_an_epoch():
         assert steps_per_epoch(GlobalBatches(unknown)) is None
 
 
+@pytest.mark.slow
 def test_a_training_ends_after_its_epochs(tmp_path):
     loop = make_loop(evaluate=20, directory=tmp_path)  # 100 examples in batches of 16: 6.25 steps
     loop.train_and_evaluate(epochs=2)

@@ -93,6 +93,7 @@ def streamed(skipped: tuple[int, ...] = (), **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [mixture, streamed])
 def test_a_mixture_has_each_part_in_its_own_order(mirrored, make):
     dataset = make()

@@ -91,6 +91,7 @@ def test_other_tokens_than_bytes():
             cut([np.array([3, 0])], 4)
 
 
+@pytest.mark.slow
 def test_batches_have_few_shapes_and_each_text_once():
     texts, size = many_texts(), 8
     made = Buckets(texts, 40, global_batch_size=size, seed=3)

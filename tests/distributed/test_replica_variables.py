@@ -69,6 +69,7 @@ def test_a_resume_changes_no_bit():
     testing.check_resumed(loop, 2)
 
 
+@pytest.mark.slow
 def test_each_replica_gets_its_own(mirrored, tmp_path):
     first = make(mirrored(4), directory=tmp_path)
     saved(first, 3)

@@ -152,6 +152,7 @@ class Halves(TrainStep):
         return [tf.cast(s, g.dtype) for s, g in zip(sums, gradients, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [LocalSGD, Compressed, PowerSGD, Halves])
 def test_sums_that_marks_do_not_show_are_neither_said_to_take_no_time_nor_ablated(mirrored, kind):
     loop = inspectable(mirrored(2), step_class=kind)
@@ -173,6 +174,7 @@ def test_an_observer_of_the_user_is_not_replaced(mirrored):
         Inspection(loop)
 
 
+@pytest.mark.slow
 def test_windows_now_and_then(mirrored, monkeypatch):
     loop, records = inspectable(mirrored(2)), []
     sink = SimpleNamespace(write=records.append)
@@ -306,6 +308,7 @@ def test_stamps_agree_with_the_profiler(mirrored):
     assert apart < 0.02
 
 
+@pytest.mark.slow
 def test_a_profile_of_a_sum_of_ones_own(ring2):
     """The flags beside the gradients have a collective of their own, which comes first."""
 

@@ -132,6 +132,7 @@ def test_two_replicas_equal_one_and_a_resume_changes_no_bit(files, mirrored, tmp
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_auc_and_log_loss_are_those_of_all_examples(files, mirrored, replicas):
     """The last of 7 batches has 30 examples. Keras counts the AUC at 200 thresholds."""

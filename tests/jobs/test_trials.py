@@ -164,6 +164,7 @@ def test_more_rounds_are_made_while_it_is_undecided(mirrored, monkeypatch):
     assert trials._LEAST_ROUNDS < len(made) - 2 < trials._MOST_ROUNDS
 
 
+@pytest.mark.slow
 def test_a_choice_is_known_to_later_runs(mirrored, monkeypatch, tmp_path):
     """Of the same model and batch; a damaged file costs a trial."""
     monkeypatch.setattr(trials, "candidates", lambda tensors: [0, 128])
@@ -208,6 +209,7 @@ class Strings(TrainStep):
         return losses + 0.0 * tf.cast(lengths, tf.float32), logits
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compiled_is_not(mirrored):
     each = make_loop(mirrored(2), step_class=Strings)
     assert trials.tune_jit_compile(each) is False

@@ -267,6 +267,7 @@ def test_the_rate_is_the_one_that_is_said(mirrored, optimizer, schedule, rates):
         np.testing.assert_array_equal(values(updater)[0], before - np.float32(rate))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "kind"),
     [

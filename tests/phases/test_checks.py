@@ -182,6 +182,7 @@ def test_layers_that_are_frozen_too_late(trainable):
     np.testing.assert_equal(loop.step.model.get_weights(), before)
 
 
+@pytest.mark.slow
 def test_gradients_of_chosen_variables():
     """`backward` scales those of any tape and any variables alike."""
 

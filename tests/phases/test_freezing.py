@@ -158,6 +158,7 @@ def uninterrupted():
     return state(straight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pause", [2, 3, 5])
 def test_two_phases_are_one_run(tmp_path, pause):
     """Steps, history, slots and checkpoints go on, and a program that is stopped in either phase

@@ -391,6 +391,7 @@ class Subclassed(keras.Model):
         return self.dense(inputs)
 
 
+@pytest.mark.slow
 def test_subclassed_models_end_as_their_calls_do():
     sparse = keras.losses.SparseCategoricalCrossentropy
     for made, loss, says in (

@@ -71,6 +71,7 @@ def test_two_replicas_are_as_one(mirrored, options):
     assert one["gradient_norm"] < 10  # without the loss scale
 
 
+@pytest.mark.slow
 def test_groups_count_together(mirrored):
     found = []
     for replicas in (1, 2):

@@ -151,6 +151,7 @@ def layerwise(strategy, **options):
     return make_loop(strategy, step_class=Layerwise, data=batches(), **options)
 
 
+@pytest.mark.slow
 def test_rates_of_layers_equal_plain_keras(mirrored):
     loop = layerwise(mirrored(2), ema_decay=0.9)
     model = mlp()

@@ -59,6 +59,7 @@ def test_each_replica_may_move_along_its_own_gradient(mirrored):
     assert_replicas_agree(loop.strategy, loop.step.model.variables)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "options"), [(1, COMPILED), (2, CUT)])
 def test_the_weights_return_bit_for_bit(mirrored, replicas, options):
     loop = sam_loop(mirrored(replicas), kind=SharpnessOfEach, rate=0.0, **options)

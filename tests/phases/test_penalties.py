@@ -96,6 +96,7 @@ def test_any_shares_equal_the_whole_batch(mirrored, replicas, options, weigh):
     assert largest_difference(loop.step.model.get_weights(), plain) <= 2e-6
 
 
+@pytest.mark.slow
 def test_a_call_may_be_decorated(mirrored):
     def decorated(call):
         return functools.wraps(call)(lambda *arguments: call(*arguments))

@@ -297,6 +297,7 @@ def test_a_table_that_is_not_only_looked_up_is_refused(mirrored):
         loop.train(1)
 
 
+@pytest.mark.slow
 def test_an_id_outside_of_a_table_is_named(mirrored):
     with mirrored(2).scope():
         model = keras.Sequential(

@@ -100,6 +100,7 @@ def test_equals_them_for_several_tables_on_shares_of_any_size(mirrored):
     assert_close(tables_worker.trained(mirrored(3), "adamw", "on"), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [False, True])
 def test_lazily_rows_without_a_gradient_stay(mirrored, split):
     """On several replicas, the tables whole or split, as on one."""
@@ -206,6 +207,7 @@ def test_updates_of_workers_that_read_the_same_rows():
         np.testing.assert_allclose(1.0 - table.numpy()[1], 2 * (0.1 if added else 0.316), rtol=0.01)
 
 
+@pytest.mark.slow
 def test_a_table_that_is_set_forgets_what_it_has_missed(mirrored):
     loop = make(mirrored(2))
     loop.train(10)
@@ -398,6 +400,7 @@ def sequences() -> keras.Model:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
 def test_where_keras_casts_by_itself(mirrored, optimizer):
     options = {"model": sequences, "steps": 6, "optimizer": optimizer}

@@ -48,6 +48,7 @@ class Averaging(TrainStep):
         return [*super().replica_statistics(), self.model.layers[0].centre.value]
 
 
+@pytest.mark.slow
 def test_variances_of_features_far_from_zero(mirrored):
     """The spread of the replicas' means is small beside the mean, in float32."""
     features, labels = examples(BATCH)

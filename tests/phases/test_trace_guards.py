@@ -265,6 +265,7 @@ def decaying(rate):
     return keras.optimizers.schedules.ExponentialDecay(rate, 1, 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [decaying, Halves])
 def test_a_schedule_of_the_optimizer_may_be_exchanged(made):
     """Or changed; one that is equal is not traced again."""

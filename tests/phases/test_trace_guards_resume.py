@@ -188,6 +188,7 @@ def test_an_older_checkpoint_changes_nothing(tmp_path):
     resumed.checkpoints.close()
 
 
+@pytest.mark.slow
 def test_another_learning_rate_than_that_of_the_checkpoint_is_named(tmp_path, warnings_of):
     def resumed(rate):
         loop = make(tmp_path, optimizer=lambda: keras.optimizers.Adam(rate))

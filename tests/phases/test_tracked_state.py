@@ -176,6 +176,7 @@ class Measured(TrainStep):
         return super().loss(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"accumulate_steps": 2}, {"jit_compile": True}], ids=str)
 def test_a_metric_of_ones_own_is_logged_and_reset(mirrored, options):
     loop = make_loop(mirrored(2), model=mlp, step_class=Measured, **options)

@@ -132,6 +132,7 @@ class Pooled(keras.Model):
         return self.head(keras.ops.mean(self.table(ids), 1))
 
 
+@pytest.mark.slow
 def test_replicas_that_read_a_table_first_make_it_together(mirrored):
     """An evaluation without a loop, and a model that `strategy.run` calls."""
     results, sums = [], []
@@ -151,6 +152,7 @@ def test_replicas_that_read_a_table_first_make_it_together(mirrored):
     assert results[0] == results[1] and sums[0] == sums[1]
 
 
+@pytest.mark.slow
 def test_a_table_that_a_symbolic_call_makes(mirrored):
     ids, labels = examples()
     found = []

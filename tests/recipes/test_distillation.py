@@ -44,6 +44,7 @@ def plain_distillation(model, teacher, batches, temperature, label_share) -> Non
     descend(model, keras.optimizers.SGD(0.1), loss_of, batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "temperature", "label_share"), [(1, 2.0, 0.5), (2, 5.0, 0.1)])
 def test_equals_plain_tensorflow(mirrored, tmp_path, replicas, temperature, label_share):
     teacher = tmp_path / "teacher.keras"

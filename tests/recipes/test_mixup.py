@@ -56,6 +56,7 @@ def noting(kind, replicas):
     return Noting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Mixup, CutMix])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_equals_plain_tensorflow(mirrored, replicas, kind):

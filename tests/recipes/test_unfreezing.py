@@ -79,6 +79,7 @@ def test_one_more_layer_trains_from_each_boundary_on():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "pause"), [(1, 2), (2, 1)])
 def test_a_resume_changes_no_bit(replicas, pause):
     """Paused between two phases, and in one."""

@@ -173,6 +173,7 @@ def port_gan_in_turns(generator, discriminator, dataset, strategy) -> None:
     loop.train(2 * STEPS)
 
 
+@pytest.mark.slow
 def test_gan_in_turns(mirrored):
     """The discriminator learns first, and the generator from what it has learnt: two steps on each
     batch, in each of which one of them trains. Each optimizer counts its own updates."""

@@ -105,6 +105,7 @@ def test_data_are_handed_over_in_blocks(mirrored, monkeypatch):
     assert seen == [[BATCH_OF_LOOP], [BATCH_OF_LOOP // 2, 32], [BATCH_OF_LOOP // 2, FEATURES]]
 
 
+@pytest.mark.slow
 def test_parts_of_other_data(mirrored, monkeypatch):
     random = np.random.default_rng(0)
     images = random.integers(256, size=[64, 12, 12, 3], dtype=np.uint8)

@@ -68,6 +68,7 @@ def test_reduced_twice(mirrored):
     assert "2 times too large" in lint.reason
 
 
+@pytest.mark.slow
 def test_sparse_gradients(mirrored):
     tokens = data.InMemory((np.zeros([64, 4], np.int32), examples(64)[1]), global_batch_size=BATCH)
     plan = plan_of(mirrored(2), Sparse, words, tokens)
