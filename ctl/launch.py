@@ -108,7 +108,7 @@ def run() -> None:
             300.0,
             "Seconds that an elastic job runs without lost workers before it tries again to start "
             "them. It is stopped for that after a step, which it saves.",
-            lower_bound=0,
+            lower_bound=1,
         )
         flags.DEFINE_integer(
             "ps",

@@ -281,10 +281,17 @@ def test_a_wrong_number_of_workers_is_one_line(workers):
     assert "is neither a number from 1 nor LEAST..MOST, as in 2..4" in done.stderr
 
 
-def test_a_return_to_a_fixed_number_is_refused():
-    command = [sys.executable, "-m", "ctl.launch", "--workers=2", "--join_every=5", "--", "true"]
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--workers=2", "--join_every=5"], "has no effect without --workers=LEAST..MOST"),
+        (["--workers=1..2", "--join_every=0"], "--join_every=0"),  # would stop it at each step
+    ],
+)
+def test_returns_that_cannot_be_are_refused(flags, says):
+    command = [sys.executable, "-m", "ctl.launch", *flags, "--", "true"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "has no effect without --workers=LEAST..MOST" in done.stderr
+    assert done.returncode == 2 and says in done.stderr
 
 
 def test_parameter_servers_have_a_fixed_number_of_workers():
