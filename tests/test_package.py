@@ -86,6 +86,7 @@ def sdist(tmp_path_factory) -> dict[str, bytes]:
         return {m.name.partition("/")[2]: archive.extractfile(m).read() for m in files}
 
 
+@pytest.mark.slow
 def test_the_sdist_has_all_that_the_checkout_has(sdist):
     """So its tests can be run, and its pages be read."""
     folders = [path for name in ("ctl", *FOLDERS) for path in (ROOT / name).rglob("*")]

@@ -162,6 +162,7 @@ def test_log_closes_all_sinks_though_one_fails():
     assert first.closed and last.closed
 
 
+@pytest.mark.slow
 def test_a_plain_function_and_a_log_in_a_real_loop(mirrored):
     strategy = mirrored(2)
     data = synthetic((4, 4, 1), num_examples=64, global_batch_size=8)

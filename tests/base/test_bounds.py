@@ -239,6 +239,7 @@ def test_a_metric_that_nothing_updates_is_left_out(warnings_of):
     assert {*Evaluator(EvalAlone(mlp(), metrics=metrics), evaluated()).run()} == {"loss"}
 
 
+@pytest.mark.slow
 def test_a_metric_that_the_loss_updates_is_logged(monkeypatch):
     want = make_loop(seed=0).train(2)["accuracy"]
     monkeypatch.setattr(Alone, "updates", True)

@@ -70,6 +70,7 @@ def batches(size: int) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((features, labels)).batch(size, drop_remainder=True)
 
 
+@pytest.mark.slow
 def test_all_state_is_compared(mirrored):
     """At once, since a step may round the difference away."""
     strategy = mirrored(2)
@@ -202,6 +203,7 @@ def test_one_copy_of_the_weights(mirrored, caplog):
     assert caplog.text.count("replicas are not compared: there is one copy of the weights") == 1
 
 
+@pytest.mark.slow
 def test_tensorflows_collectives(ring2):
     loop = compared(ring2, optimizer=adam())
     loop.train(4)

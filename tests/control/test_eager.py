@@ -183,6 +183,7 @@ def test_without_what_sees_operations(monkeypatch):
         make_bad_loop(tf.distribute.get_strategy(), LossMadeInf).train(9, eager=True)
 
 
+@pytest.mark.slow
 def test_a_training_with_an_evaluation_that_no_graph_can_hold(mirrored, caplog):
     loop = make_loop(mirrored(2), jit_compile=None)
     caplog.set_level("INFO")

@@ -366,6 +366,7 @@ def test_an_embedding_that_is_not_used_is_no_error(mirrored):
     assert each.step.jit_compile is True, jit.why_not(each.step, each.dataset)
 
 
+@pytest.mark.slow
 def test_an_id_that_is_nan_makes_a_nan(mirrored):
     """XLA would make 0 of it."""
 
@@ -382,6 +383,7 @@ def test_an_id_that_is_nan_makes_a_nan(mirrored):
         each.train(2)
 
 
+@pytest.mark.slow
 def test_an_id_outside_of_a_table_makes_a_nan(mirrored):
     """XLA would take the nearest row. `check_ids` sees the ids of the data alone."""
 

@@ -59,6 +59,7 @@ def values(directory, step: int) -> dict[str, np.ndarray]:
     return {name: reader.get_tensor(name) for name in names}
 
 
+@pytest.mark.slow
 def test_it_is_that_of_the_last_call_that_ended(tmp_path, told):
     """A call that breaks off has drawn masks, moved statistics and made updates since."""
     loop = loop_of(tmp_path / "broken")
@@ -147,6 +148,7 @@ def test_a_checkpoint_of_that_step_stays(tmp_path, told):
     assert saved.metrics == {"accuracy": 0.5}
 
 
+@pytest.mark.slow
 def test_the_next_waits_for_the_end_of_the_one_before(tmp_path, told, monkeypatch):
     """The manager of a worker after the first holds no lock. The first has saved step 3, which is
     of the history of this run although this worker has not restored it."""

@@ -110,6 +110,7 @@ def test_batches_are_those_at_the_end_of_a_call():
     assert seen == of_epoch * 2
 
 
+@pytest.mark.slow
 def test_early_stopping_ends_at_the_epoch_of_fit():
     options = {"monitor": "val_loss", "patience": 2, "min_delta": 0.05, "verbose": 0}
     ours = of_keras.EarlyStopping(**options, restore_best_weights=True)
@@ -148,6 +149,7 @@ def test_nothing_is_said_of_weights_that_are_the_last(capsys):
     assert "gave the model" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_rates_are_those_of_fit():
     def made():
         plateau = of_keras.ReduceLROnPlateau("val_loss", 0.5, patience=1, min_delta=0.03)

@@ -108,6 +108,7 @@ class Epochs(keras.callbacks.Callback):
         self.logs.append(dict(logs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "replicas"), [(1, 1), (3, 2), (4, 1), (7, 2)])
 def test_records_and_epochs_do_not_cut_each_other(mirrored, every, replicas):
     records, epochs, bar = Records(), Epochs(), Bar()
@@ -182,6 +183,7 @@ def test_an_epoch_may_end_within_a_batch():
         assert loop.history.epochs[name] == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_each_training_has_its_windows():
     loop = loop_of()
     check(loop.train(3), 0, 3)
@@ -266,6 +268,7 @@ class Smallest(keras.metrics.Metric):
         return self.value
 
 
+@pytest.mark.slow
 def test_one_window_takes_a_metric_that_is_no_sum():
     """That of the epochs, that of the records, or both where they end together."""
     outputs = made()[0](X).numpy()

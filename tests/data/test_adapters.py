@@ -84,6 +84,7 @@ def test_a_resume_reads_no_earlier_batch():
     assert read == [3, 4]
 
 
+@pytest.mark.slow
 def test_it_trains_and_evaluates_as_its_arrays(mirrored):
     with mirrored(2).scope():
         trained = step()

@@ -76,6 +76,7 @@ def test_training_batches_are_endless_and_static():
     assert batches.element_spec == tf.TensorSpec([12], tf.int64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_global_batches_are_the_same_under_any_number_of_replicas(mirrored, replicas):
     dataset = numbered(101, global_batch_size=12, seed=3)
@@ -412,6 +413,7 @@ def test_splits_that_were_chosen_to_overlap_are_warned_of(data_dir, warnings_of)
     assert "10 of the 10 examples of train[:20%] are in train, too" in warnings_of()[0]
 
 
+@pytest.mark.slow
 def test_splits_that_select_are_not_those_that_test(data_dir):
     assert selection_splits("ctl_tiny_color", data_dir) == ("train", "validation", None)
     splits = selection_splits("fashion_mnist_mini")

@@ -103,6 +103,7 @@ def test_another_number_of_replicas(mirrored, tmp_path):
         make(mirrored(1), directory=tmp_path / "refused").restore()
 
 
+@pytest.mark.slow
 def test_a_skipped_update_changes_nothing(mirrored):
     features, labels = examples(2 * BATCH)
     features[BATCH] = np.nan  # on replica 0 of the second batch

@@ -124,6 +124,7 @@ def test_delays_of_real_workers_are_found(zygote, tmp_path, monkeypatch):
                 raise
 
 
+@pytest.mark.slow
 def test_a_block_of_research_code(mirrored, capsys):
     loop = inspectable(mirrored(2))
     with Inspection(loop, steps=8) as seen:
@@ -300,6 +301,7 @@ def apart_from_the_profiler(strategy) -> float:
     return max(apart) / np.median(np.diff(forward))
 
 
+@pytest.mark.slow
 def test_stamps_agree_with_the_profiler(mirrored):
     for _ in range(3):  # other programs may stop a thread between the two
         apart = apart_from_the_profiler(mirrored(1))

@@ -15,6 +15,7 @@ from ctl.phases import flops
 OF_MLP = 2 * (2 * FEATURES * 8) + 3 * (2 * 8 * CLASSES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"accumulate_steps": 2}], ids=str)
 def test_of_a_step(mirrored, options):
     for replicas in (1, 2):

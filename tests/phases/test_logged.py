@@ -71,6 +71,7 @@ def test_a_record_has_what_was_logged_since_the_last(mirrored, replicas, size, o
     assert "first" not in loop.scalars.read()
 
 
+@pytest.mark.slow
 def test_a_record_has_what_was_logged_before_the_data_ended(mirrored):
     """The call that finds the end of the data returns nothing."""
     data = GlobalBatches(batches(8).take(7), training=False)
@@ -81,6 +82,7 @@ def test_a_record_has_what_was_logged_before_the_data_ended(mirrored):
     assert scalars["clipped"] == 2.0 and scalars["at"] == 6
 
 
+@pytest.mark.slow
 def test_a_skipped_update_logs_nothing(mirrored):
     features, labels = examples(2 * BATCH)
     features[BATCH:, 0] = np.nan
@@ -98,6 +100,7 @@ class LogsInEvaluation(EvalStep):
         return super().loss(batch)
 
 
+@pytest.mark.slow
 def test_an_evaluation_logs(mirrored):
     strategy = mirrored(4)
     with strategy.scope():
@@ -133,6 +136,7 @@ def test_a_wrong_call_is_refused(mirrored, name, reduce, message):
         make_loop(mirrored(1), step_class=Wrong).train(1)
 
 
+@pytest.mark.slow
 def test_too_many_names_are_refused(mirrored):
     class Many(TrainStep):
         def loss(self, batch):

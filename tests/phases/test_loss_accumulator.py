@@ -19,6 +19,7 @@ def logged(strategy, arrays, **options) -> tuple[float, keras.Model]:
     return loop.train(6)["loss"], loop.step.model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "options", "weighted"),
     [
@@ -46,6 +47,7 @@ def test_it_is_the_mean_over_examples(mirrored, replicas, options, weighted):
     assert loss == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_skipped_batches_have_no_part_in_it(mirrored):
     features, labels = examples(sum(SIZES))
     features[2, 3] = np.nan

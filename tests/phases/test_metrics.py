@@ -122,6 +122,7 @@ def test_steps_take_names():
         ctl.TrainStep(model, "adam", metrics="accuracy")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "labels", "activation", "loss", "make"),
     [

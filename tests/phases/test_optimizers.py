@@ -98,6 +98,7 @@ def test_two_losses_equal_plain_tensorflow(mirrored, options):
     assert np.abs(before[0] - judge.get_weights()[0]).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_the_log_counts_regularizers_once():
     of = {"model": generator, "optimizer": sgd(), "step_class": Adversarial}
     loop = make_loop(data=batches(), **of)
@@ -206,6 +207,7 @@ def test_wrong_groups_are_refused():
     refused("clipnorm must not be set", lambda m, _: [(keras.optimizers.SGD(clipnorm=1.0), m)])
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_another_model_is_refused():
     optimizer, data = keras.optimizers.Adam(), (np.zeros([8, 5]), np.zeros([8, 2]))
     for number in range(2):

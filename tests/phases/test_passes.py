@@ -169,6 +169,7 @@ def test_two_passes_may_have_two_losses(mirrored, replicas, options):
     assert largest_difference(*weights) <= 1e-6
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_skips_the_update(mirrored):
     """The loss scale of float16 is too large at first."""
     with precision("mixed_float16"):

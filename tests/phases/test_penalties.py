@@ -138,6 +138,7 @@ class Doubled(TrainStep):
         return 2 * super().count(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("static", [True, False])
 def test_a_count_of_ones_own(mirrored, static):
     """An integer costs no collective: with a static shape it is the same on every replica."""

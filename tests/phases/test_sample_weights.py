@@ -327,6 +327,7 @@ def test_metrics_of_one_name_are_refused():
         EvalStep(mlp(), metrics=[accuracy()], weighted_metrics=[accuracy()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighting", ["examples", "sum_of_weights"])
 def test_the_log_says_which_rule_is_used(caplog, weighting):
     """Once, and only where batches have weights."""

@@ -442,6 +442,7 @@ def test_an_evaluator_from_before_the_loop(mirrored):
     np.testing.assert_allclose(loop.evaluate()["loss"], dense.evaluate()["loss"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_first_of_two_loops_of_a_model_is_refused(mirrored):
     loop = make(mirrored(1))
     loop.train(2)

@@ -61,6 +61,7 @@ def test_variances_of_features_far_from_zero(mirrored):
     np.testing.assert_allclose(norm.moving_variance.numpy(), features.var(0), rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "synchronized"), [(1, False), (2, False), (2, True)])
 def test_statistics_are_averaged_with_the_weights(mirrored, replicas, synchronized):
     loop = make_loop(

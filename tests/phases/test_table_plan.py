@@ -98,6 +98,7 @@ def test_many_rows_of_a_table_go_dense(mirrored):
     assert loop_of["of_90"].how == ("by rows" if loop_of["of_90"].wire_bytes < 90 * 64 else "dense")
 
 
+@pytest.mark.slow
 def test_the_plan_is_shown(mirrored):
     plan = make(mirrored(2), -3 * LARGE, sparse_rows="on").plan()
     assert from_json(plan.to_json()) == plan

@@ -116,6 +116,7 @@ def test_a_change_is_noticed(name):
     assert [key.version for key in keys] == [0, 0, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["clip_norm", "own number", "weight_decay", "a layer"])
 def test_a_change_takes_effect(name, unchanged):
     """On the graph of before, the step would train as if nothing had been changed."""
@@ -330,6 +331,7 @@ class Counting(TrainStep):
         self.ran += 1
 
 
+@pytest.mark.slow
 def test_what_a_step_changes_itself_hides_no_earlier_trace():
     """But what the user has set since does."""
     loop = make_loop(step_class=Counting, steps_per_loop=1)

@@ -119,6 +119,7 @@ def test_a_program_that_was_edited_keeps_its_value(tmp_path, caplog):
     assert "Scaled.rate is 0.7, as the program sets it now, not 0.5, to which" in caplog.text
 
 
+@pytest.mark.slow
 def test_back_in_the_same_program(tmp_path):
     """What was changed after the checkpoint is as it was before."""
     loop = make(tmp_path)
@@ -142,6 +143,7 @@ def change_what_json_lacks(step):
     globals().update(FACTOR=0.5)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_saved_must_be_changed_again(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(globals(), "FACTOR", 1.0)
     first = make(tmp_path)

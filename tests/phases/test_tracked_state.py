@@ -144,6 +144,7 @@ def test_a_loop_without_the_strategy_of_its_model_is_refused(mirrored):
             Loop(step, InMemory(examples(32), global_batch_size=16))
 
 
+@pytest.mark.slow
 def test_a_variable_that_differs_between_replicas_is_refused(mirrored):
     class Counts(TrainStep):
         def __init__(self, *args, **options):

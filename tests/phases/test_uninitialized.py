@@ -100,6 +100,7 @@ def test_slots_that_are_constants_need_no_memory_but_theirs(mirrored):
     assert tables_worker.memory(mirrored(1), "adagrad", True, "replicated") < 1.35
 
 
+@pytest.mark.slow
 def test_who_reads_a_table_first_makes_it():
     ids = tf.constant(examples()[0][:4])
 

@@ -97,6 +97,7 @@ def reference(kind: str, replicas: int) -> tuple[list[np.ndarray], np.ndarray]:
     return trained.get_weights(), np.stack(left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "kind"), [(1, "int8"), (2, "fp16"), (2, "topk"), (4, "int8")])
 def test_it_equals_a_reference(mirrored, replicas, kind):
     loop = make(mirrored(replicas), kind, dtype="float64")
@@ -108,6 +109,7 @@ def test_it_equals_a_reference(mirrored, replicas, kind):
     assert_replicas_agree(loop.strategy, loop.step.model.variables)
 
 
+@pytest.mark.slow
 def test_how_many_bytes_move(ring2):
     """With each, one number says whether a gradient is finite."""
     size = 12 * 40 + 40 + 40 * CLASSES + CLASSES

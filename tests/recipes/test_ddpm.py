@@ -51,6 +51,7 @@ def loss_of(network, images: tf.Tensor, times: np.ndarray, noise: np.ndarray) ->
     return tf.reduce_mean((noise - network([noisy, tf.constant(times)])) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_replicas_equal_plain_tensorflow(mirrored, replicas):
     drawn = []

@@ -14,6 +14,7 @@ from ctl.recipes.local_sgd import LocalSGD
 from ctl.step import TrainStep
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_it_equals_models_that_are_trained_one_by_one(mirrored, replicas):
     assert_equals_reference(mirrored(replicas), LocalSGD)

@@ -54,6 +54,7 @@ def plain_mean_teacher(student, optimizer, batches) -> keras.Model:
     return teacher
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_equals_plain_tensorflow(mirrored, replicas):
     features, labels = examples(16 * STEPS)

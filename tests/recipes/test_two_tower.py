@@ -93,6 +93,7 @@ def test_replicas_equal_plain_tensorflow(mirrored, replicas, corrected, sizes):
     assert scalars["loss"] == pytest.approx(np.average(losses, weights=sizes), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_correction_changes_the_weights(mirrored):
     """A factor that all frequencies share does not."""
 

@@ -51,6 +51,7 @@ def trained_plainly(model: keras.Model, batches) -> None:
             weights[i].assign_add(velocities[i])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_equals_plain_tensorflow(mirrored, replicas):
     data = examples(16 * STEPS)
@@ -59,6 +60,7 @@ def test_equals_plain_tensorflow(mirrored, replicas):
     assert_trains_as(loop, network(), lambda plain: trained_plainly(plain, cut(data)), steps=STEPS)
 
 
+@pytest.mark.slow
 def test_one_more_layer_trains_from_each_boundary_on():
     """With Adam, whose slots would move without a gradient of their own, too."""
     loop = make(optimizer=adam())

@@ -46,6 +46,7 @@ def plain_tensorflow(model: keras.Model, replicas: int) -> list[float]:
     return descend(model, keras.optimizers.SGD(0.01), loss_of, enumerate(batches()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_replicas_equal_plain_tensorflow(mirrored, replicas):
     scalars, losses = assert_trains_as(

@@ -86,6 +86,7 @@ def fitted():
     return before, history["learning_rate"], model.get_weights()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_training_equals_fit_with_callbacks(mirrored, fitted, replicas):
     """Of Keras, on one device: the rates, the end and the weights."""

@@ -67,14 +67,6 @@ def what_tensorflow_keeps():
     gc.freeze()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def optimized_graphs(request):
-    """To optimize a graph takes longer than the few steps of a test: a sixth of its time. Graphs of
-    the tests of the hot path and of the jobs that tests start are optimized, as those of users."""
-    optimized = request.path.name.startswith(("test_loop", "test_reduce", "test_step"))
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": not optimized})
-
-
 @pytest.fixture(autouse=True)
 def graphs_are_freed():
     with freed_afterwards():

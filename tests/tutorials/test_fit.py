@@ -237,6 +237,7 @@ def port_preprocessing(model, dataset, strategy) -> dict[str, float]:
     return ctl.Loop(step, dataset, strategy=strategy).train(epochs=1)
 
 
+@pytest.mark.slow
 def test_preprocessing_layers(mirrored):
     random = np.random.default_rng(0)
     ages = random.integers(0, 20, (3 * BATCH, 1)).astype("float32")

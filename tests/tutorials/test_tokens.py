@@ -230,6 +230,7 @@ def port_word2vec(word2vec, dataset, strategy) -> dict[str, float]:
     return ctl.Loop(step, dataset, strategy=strategy).train(epochs=2)
 
 
+@pytest.mark.slow
 def test_word2vec(mirrored):
     """A batch is a pair, of which one part is a pair: ``((target, context), label)``. No word
     occurs twice in a batch."""

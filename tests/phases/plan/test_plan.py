@@ -215,6 +215,7 @@ class Twins(keras.layers.Layer):
         return self.twins[0](x) * self.twins[1](x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "dataset", "beside", "ring"),
     [
