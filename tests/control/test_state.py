@@ -44,7 +44,7 @@ def test_a_worker_restores_the_step_of_the_chief(tmp_path, monkeypatch):
 
 def groups_of_the_page() -> list[str]:
     page = (ROOT / "ctl/checkpoint/README.md").read_text("utf-8")
-    table = page[page.index("| group | tensors | from |") :].split("\n\n")[0]
+    table = page[page.index("| group | tensors |") :].split("\n\n")[0]
     return re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
 
 
