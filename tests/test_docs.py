@@ -71,11 +71,10 @@ def times_of(path: Path) -> Iterator[tuple[str, float]]:
     """The names and values of a module's constants in seconds."""
     for line in ast.parse(path.read_text("utf-8")).body:
         if isinstance(line, ast.Assign):
-            value = line.value
-            values = value.elts if isinstance(value, ast.Tuple) else [value]
-            (target,) = line.targets
-            names = target.elts if isinstance(target, ast.Tuple) else [target]
-            for name, number in zip(names, values, strict=len(names) > 1):
+            (target,), value = line.targets, line.value
+            several = isinstance(target, ast.Tuple)
+            pairs = zip(target.elts, value.elts, strict=True) if several else [(target, value)]
+            for name, number in pairs:
                 if isinstance(name, ast.Name) and name.id.endswith("SECONDS"):
                     yield name.id, ast.literal_eval(number)
 

@@ -53,7 +53,6 @@ def test_each_set_has_its_own_results(mirrored):
     assert [line.partition(":")[0] for line in lines[1:]] == ["    second", "    third/3"]
 
 
-@pytest.mark.slow
 def test_a_loop_stops_by_another_set(mirrored):
     loop = make_loop(mirrored(2), evaluate=10)
     other = Evaluator(
@@ -311,7 +310,6 @@ def test_a_metric_that_makes_variables_late_is_traced_too():
     assert results[0] == results[1] and results[0]["last"]
 
 
-@pytest.mark.slow
 def test_many_evaluations_and_loops_are_no_retracing():
     """Each has a trace of its own, which TensorFlow takes for many of one function."""
     said = []

@@ -113,7 +113,6 @@ def test_replicas_are_summed_or_refused(operation, count):
             make_loop(strategy, data=data)
 
 
-@pytest.mark.slow
 @one_process
 def test_a_ring_trains_alike(ring2, on_one_device):
     """The strategy of the fixture: two rings in one process would take each other's messages."""

@@ -85,7 +85,6 @@ def test_sharing_changes_no_bit(mirrored, monkeypatch, traced):
     np.testing.assert_equal(shared, separate)
 
 
-@pytest.mark.slow
 def test_a_hundred_alike_are_traced_once_and_those_of_a_user_each(mirrored, traced):
     class ByName(keras.optimizers.SGD):
         """A user's own, which treats each variable in another way."""

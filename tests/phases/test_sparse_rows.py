@@ -312,8 +312,16 @@ def of_words(kind: str) -> keras.Model:
 WORDS = [f"word {number}" for number in range(ROWS - 1)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["hashing", "lookup", "padded", "weighted", "shared"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "lookup",
+        *(
+            pytest.param(k, marks=pytest.mark.slow)
+            for k in ("hashing", "padded", "weighted", "shared")
+        ),
+    ],
+)
 def test_hashed_words_and_bags(mirrored, kind):
     random = np.random.default_rng(0)
     ids = random.integers(0, 9, (40, IDS)) * random.integers(0, 2, (40, IDS))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -44,8 +45,9 @@ def embedded(*splits: str) -> dict[tuple, list[np.ndarray]]:
             try:
                 for source, file in zip(sources, files, strict=True):
                     np.savez(file, *source.in_order())
-            finally:
-                os._exit(0)  # if it has failed, there is a file less
+            except BaseException:
+                traceback.print_exc()  # and there is a file less
+            os._exit(0)
         os.waitpid(child, 0)
         return {what(s): [*np.load(f).values()] for s, f in zip(sources, files, strict=True)}
 
